@@ -1,0 +1,150 @@
+"""The machine that the theorem speaks about: formats, cut-offs and rounding slack.
+
+Every constant that a kernel or a bound uses is derived here, from the formats and from the number of
+operations. Logits are in bits (base 2) throughout. "Cut-off" means that a value below the smallest
+normal number is read and written as 0; an overflow gives inf or NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SMALLEST_NORMAL_EXPONENT = -126
+"""float32 and bfloat16 share it; hardware flushes everything below 2^-126 to 0."""
+
+SMALLEST_NORMAL = 2.0**SMALLEST_NORMAL_EXPONENT
+
+FLOAT32_LARGEST = (2.0 - 2.0**-23) * 2.0**127
+
+OVERFLOW_EXPONENT = 125
+"""Row sums and numerators are kept at or below 2^125: two bits below the largest power of two, so
+that a sum, its bfloat16 cast and its reciprocal (which stays normal) are all in range."""
+
+FLOAT32_ROUNDOFF = 2.0**-24
+
+ARGUMENT_ROUNDINGS = 3
+"""Roundings of exp2's argument: 1 for ``exp2(logit - stabilizer)``, 3 where a compiler lowers exp2
+to ``exp(ln2 * x)``. The larger count holds for both and costs a tenth of a bit at the default
+tolerance."""
+
+ARGUMENT_ERROR = 2.0 * ARGUMENT_ROUNDINGS * math.log(2.0) * 2.0**-18
+"""Relative error of numerator and row sum together from rounding exp2's argument, whose magnitude
+stays below 128 for every probability that is not flushed (half a unit in the last place: 2^-18)."""
+
+GRID_MARGIN = 0.25
+"""Bits by which each end of the interval of safe stabilizers is drawn in, so that the check of the
+row sum after the loop agrees with the certificate before it."""
+
+GRID_SPACING = 1.0
+"""Stabilizers are a logit plus an integer: a row ruled by one key multiplies by powers of two."""
+
+VERIFY_MARGIN = 0.5
+"""Bits between the top of the lower side's interval and the stabilizer of a row that is left to the
+check after the loop."""
+
+DEFAULT_TOLERANCE = 2.0**-12
+"""Proven |o - o_exact| / max|v| beyond ordinary rounding, unless the caller asks otherwise."""
+
+LARGEST_STABILIZER = 2.0**18
+"""Beyond this many bits the float32 grid of stabilizers is coarser than ``GRID_MARGIN`` allows."""
+
+EVALUATION_SLACK = 2.0**-10
+"""Bits added outward to every bound for the error of exp2, log2 and float32 addition in the bound's
+own evaluation (a few hundred terms: below 2^-13), and for products of a logit that are flushed."""
+
+COEFFICIENT_SLACK = 2.0**-20
+"""Relative slack, on top of ``dot_slack``, for the float32 additions that put an exponent together."""
+
+
+@dataclass(frozen=True)
+class KernelArithmetic:
+    """How the attention kernel multiplies one input dtype.
+
+    Attributes:
+        name: dtype of query, key and value inside the kernel.
+        contraction_factor: products per channel of a logit; a bfloat16 query is held as a high and
+            a low half (2), a float32 dot product is six bfloat16 passes (6).
+        probability_losses: cut-offs per key that lose at most 2^-126 of a probability: its own
+            flush once in the numerator and once in the row sum, and, for float32, its two split parts.
+        product_flushes: cut-offs per key that lose at most 2^-126 of a product or of a partial sum.
+        value_flushes: cut-offs that lose at most 2^-126 of a value or of the final product.
+    """
+
+    name: str
+    contraction_factor: int
+    probability_losses: int
+    product_flushes: int
+    value_flushes: int
+
+    def contraction_length(self, head_dim: int) -> int:
+        """Number of products summed into one logit."""
+        return self.contraction_factor * head_dim
+
+    def loss_factor(self, value_max: float) -> float:
+        """Error per flushed unit of probability, relative to ``value_max`` = max|v|."""
+        return self.probability_losses + self.product_flushes / value_max
+
+
+BFLOAT16 = KernelArithmetic("bfloat16", 2, 2, 1, 2)
+FLOAT32 = KernelArithmetic("float32", 6, 4, 6, 4)
+
+ARITHMETICS = {"bfloat16": BFLOAT16, "float32": FLOAT32, "float16": FLOAT32}
+"""By input dtype. float16 is converted to float32 before the kernel and back after it."""
+
+
+def arithmetic_for(dtype: object) -> KernelArithmetic:
+    """The kernel arithmetic of an input dtype (a name or a numpy/jax dtype).
+
+    Raises:
+        ValueError: for a dtype that no kernel takes.
+    """
+    name = getattr(dtype, "name", None) or str(dtype)
+    try:
+        return ARITHMETICS[name]
+    except KeyError:
+        raise ValueError(
+            f"dtype: got {name}; attention takes bfloat16, float16 or float32. Cast the inputs."
+        ) from None
+
+
+def dot_slack(length: int) -> float:
+    """Relative error of a float32 dot product of ``length`` products, in units of |x||y|.
+
+    The classical bound n u / (1 - n u), with twice the unit roundoff so that products which are
+    themselves rounded are covered (Higham, Accuracy and Stability of Numerical Algorithms, ch. 3).
+    """
+    accumulated = length * 2.0 * FLOAT32_ROUNDOFF
+    if accumulated >= 1.0:
+        raise ValueError(f"length: got {length}; the bound holds below {int(2**23)} products.")
+    return accumulated / (1.0 - accumulated)
+
+
+def norm_underflow(length: int) -> float:
+    """What the float32 norm of ``length`` numbers can lose to squares that are flushed."""
+    return math.sqrt(2.0 * length) * 2.0**-63
+
+
+def summation_factor(num_keys: int) -> float:
+    """kappa: factor that covers second-order roundings in sums over ``num_keys`` keys."""
+    return 1.0 + max(2.0**-4, 2.0 * dot_slack(num_keys) if num_keys > 2**19 else 0.0)
+
+
+def smallest_tolerance() -> float:
+    """A tolerance at or below this can never be proved (``ARGUMENT_ERROR`` alone uses it up)."""
+    return ARGUMENT_ERROR
+
+
+def validate_tolerance(tolerance: float) -> float:
+    """Check a tolerance at the border.
+
+    Raises:
+        ValueError: when it is not a finite number above ``smallest_tolerance()`` and below 1.
+    """
+    smallest = smallest_tolerance()
+    if not (isinstance(tolerance, (int, float)) and smallest < tolerance < 1.0):
+        raise ValueError(
+            f"tolerance: got {tolerance!r}; it must be above {smallest:.3g}, the error of rounding "
+            "exp2's argument alone, and below 1 (the default is 2**-12)."
+        )
+    return float(tolerance)

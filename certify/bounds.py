@@ -1,0 +1,217 @@
+"""Upper and lower bounds on the log-sum-exp of every row, from a summary of the keys.
+
+The summary of one (batch, head) is a short list of rows, each a vector c with a count of keys:
+
+* sentinels: keys taken out one by one; their logits are known up to rounding;
+* blocks: means of runs of the remaining keys, with the radius around each;
+* the ball: mean and radius of all remaining keys together.
+
+With |k - c| <= R, a logit q.k lies within |q| R of q.c (Cauchy-Schwarz), and by Jensen's inequality
+the keys of a block sum to at least n 2^(q . mean). Everything is evaluated with the array namespace
+``xp`` (numpy or jax.numpy) in float32, with slack that always points outward. Logits are in bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from certify import arithmetic
+from certify.arithmetic import KernelArithmetic
+
+Array = Any
+Split = Callable[[Array], tuple[Array, Array]]
+MatMul = Callable[[Array, Array], Array]
+
+BOUND_NAMES = ("none", "ball", "blocks", "ball+sentinels", "blocks+sentinels")
+"""Names of the bound codes 0 to 4."""
+
+NUM_SENTINELS = 128
+"""One tile of the matrix unit; one key from each class of positions modulo 128."""
+
+EMPTY = -1e30
+"""log2 of the count of an empty row: finite, so that no inf - inf can arise."""
+
+
+class KeySummary(NamedTuple):
+    """Rows [sentinels | blocks | ball] of each (batch, head); leading dimensions are free.
+
+    Attributes:
+        high, low: [..., rows, head_dim]; the row's vector is high + low (each exact in the kernel's
+            input dtype).
+        log2_count: [..., rows], bits.
+        reach_up, reach_down: [..., rows]; times |q| (bits) they bound how far above and below
+            q . (high + low) + log2_count the row's share of the log-sum-exp may lie.
+    """
+
+    high: Array
+    low: Array
+    log2_count: Array
+    reach_up: Array
+    reach_down: Array
+
+
+class RowBounds(NamedTuple):
+    """Per query row: S (``upper``) and L (``lower``) in bits, the bound code and a grid origin."""
+
+    upper: Array
+    lower: Array
+    code: Array
+    grid_origin: Array
+
+
+def norm_above(vector: Array, *, xp: Any) -> Array:
+    """An upper bound on the Euclidean norm over the last axis, rounding and underflow included."""
+    squares = xp.sum(vector * vector, axis=-1)
+    return root_above(squares, vector.shape[-1], xp=xp)
+
+
+def root_above(squares: Array, length: int, *, xp: Any) -> Array:
+    """An upper bound on a norm, from its square as float32 summed it over ``length`` numbers."""
+    slack = 1.0 + arithmetic.dot_slack(length + 4)
+    return (xp.sqrt(squares) + arithmetic.norm_underflow(length)) * slack
+
+
+def summarize_keys(
+    *,
+    block_mean: Array,
+    block_count: Array,
+    radius_squared: Array,
+    spread_squared: Array,
+    sentinels: Array,
+    membership: Array,
+    keys_per_block: int,
+    kernel: KernelArithmetic,
+    split: Split,
+    matmul: MatMul,
+    xp: Any,
+) -> KeySummary:
+    """Take the sentinels out of the block statistics and bound what is left.
+
+    Args:
+        block_mean: float32 [..., blocks, head_dim], mean of all keys of the block.
+        block_count: float32 [blocks], number of keys of the block.
+        radius_squared: float32 [..., blocks], largest squared distance to ``block_mean`` among the
+            keys that are not sentinels (0 if there are none).
+        spread_squared: the same among all keys of the block.
+        sentinels: float32 [..., sentinels, head_dim], distinct keys.
+        membership: float32 [..., blocks, sentinels], 1 where the sentinel lies in the block.
+        keys_per_block: largest number of keys of a block.
+        split: rounds to the pair (high, low) of the kernel's input dtype.
+        matmul: float32 matrix product at full precision.
+    """
+    head_dim = block_mean.shape[-1]
+    num_sentinels = sentinels.shape[-2]
+
+    def norm(vector: Array) -> Array:
+        return norm_above(vector, xp=xp)
+
+    count = xp.broadcast_to(block_count, radius_squared.shape)
+    rest = count - xp.sum(membership, axis=-1)
+    occupied = rest > 0
+    divisor = xp.maximum(rest, 1.0)
+    total = count[..., None] * block_mean - matmul(membership, sentinels)
+    mean = xp.where(occupied[..., None], total / divisor[..., None], 0.0)
+    high, low = split(mean)
+    center = high + low
+    largest_key = norm(block_mean) + root_above(spread_squared, head_dim, xp=xp)
+    summation = arithmetic.dot_slack(keys_per_block + num_sentinels + 8)
+    mean_error = summation * 2.0 * count * largest_key / divisor + norm(mean - center)
+    radius = root_above(radius_squared, head_dim, xp=xp) + norm(block_mean - center)
+    mean_error = xp.where(occupied, mean_error, 0.0)
+    radius = xp.where(occupied, radius, 0.0)
+
+    everything = xp.maximum(xp.sum(rest, axis=-1, keepdims=True), 1.0)
+    ball_mean = matmul((rest / everything)[..., None, :], center)
+    ball_high, ball_low = split(ball_mean)
+    ball_center = ball_high + ball_low
+    center_norm = norm(center)
+    ball_error = (
+        xp.max(mean_error, axis=-1, keepdims=True)
+        + arithmetic.dot_slack(rest.shape[-1] + 8) * xp.max(center_norm, axis=-1, keepdims=True)
+        + norm(ball_mean - ball_center)
+    )
+    offset = xp.where(occupied, radius + norm(center - ball_center), 0.0)
+    ball_radius = xp.max(offset, axis=-1, keepdims=True)
+
+    unit = arithmetic.dot_slack(kernel.contraction_length(head_dim)) + arithmetic.COEFFICIENT_SLACK
+
+    def rounding(vector_norm: Array, distance: Array) -> Array:
+        return unit * (2.0 * vector_norm + distance)
+
+    sentinel_reach = rounding(norm(sentinels), 0.0)
+    block_slack = rounding(center_norm, radius)
+    ball_slack = rounding(norm(ball_center), ball_radius)
+    log2_rest = xp.where(occupied, xp.log2(divisor), EMPTY)
+    log2_everything = xp.where(xp.sum(rest, axis=-1, keepdims=True) > 0, xp.log2(everything), EMPTY)
+    return KeySummary(
+        high=xp.concatenate([sentinels, high, ball_high], axis=-2),
+        low=xp.concatenate([xp.zeros_like(sentinels), low, ball_low], axis=-2),
+        log2_count=xp.concatenate(
+            [xp.zeros_like(sentinel_reach), log2_rest, log2_everything], axis=-1
+        ),
+        reach_up=xp.concatenate(
+            [sentinel_reach, radius + block_slack, ball_radius + ball_slack], axis=-1
+        ),
+        reach_down=xp.concatenate(
+            [sentinel_reach, mean_error + block_slack, ball_error + ball_slack], axis=-1
+        ),
+    )
+
+
+def log_sum_exp2(exponents: Array, *, xp: Any) -> Array:
+    """log2 of the sum of 2^exponents over axis -2, kept as a row."""
+    largest = xp.max(exponents, axis=-2, keepdims=True)
+    return largest + xp.log2(xp.sum(xp.exp2(exponents - largest), axis=-2, keepdims=True))
+
+
+def log_add_exp2(first: Array, second: Array, *, xp: Any) -> Array:
+    """log2(2^first + 2^second), elementwise."""
+    larger = xp.maximum(first, second)
+    return larger + xp.log2(1.0 + xp.exp2(xp.minimum(first, second) - larger))
+
+
+def row_bounds(
+    logits: Array,
+    query_norm: Array,
+    log2_count: Array,
+    reach_up: Array,
+    reach_down: Array,
+    *,
+    num_sentinels: int,
+    num_blocks: int,
+    xp: Any,
+) -> RowBounds:
+    """Bounds S and L of every query row: sentinels with the better of blocks and ball.
+
+    Args:
+        logits: float32 [..., rows, queries], q' . (high + low) of the summary's rows, in bits.
+        query_norm: float32 [..., 1, queries], an upper bound on |q'|.
+        log2_count, reach_up, reach_down: float32 [..., rows, 1] of the summary.
+        num_sentinels, num_blocks: the first rows are sentinels, then blocks, then the ball.
+    """
+    above = logits + (log2_count + reach_up * query_norm)
+    below = logits + (log2_count - reach_down * query_norm)
+    first_block, ball = num_sentinels, num_sentinels + num_blocks
+
+    def blocks_of(exponents: Array) -> Array:
+        return log_sum_exp2(exponents[..., first_block:ball, :], xp=xp)
+
+    upper_blocks, upper_ball = blocks_of(above), above[..., ball : ball + 1, :]
+    lower = xp.maximum(blocks_of(below), below[..., ball : ball + 1, :])
+    upper = xp.minimum(upper_blocks, upper_ball)
+    origin = lower
+    names = ("blocks", "ball")
+    if num_sentinels:
+        sentinel_logits = logits[..., :first_block, :]
+        origin = xp.max(sentinel_logits, axis=-2, keepdims=True)
+        upper = log_add_exp2(upper, log_sum_exp2(above[..., :first_block, :], xp=xp), xp=xp)
+        lower = log_add_exp2(lower, log_sum_exp2(below[..., :first_block, :], xp=xp), xp=xp)
+        names = ("blocks+sentinels", "ball+sentinels")
+    blocks_code, ball_code = (float(BOUND_NAMES.index(name)) for name in names)
+    return RowBounds(
+        upper=upper + arithmetic.EVALUATION_SLACK,
+        lower=lower - arithmetic.EVALUATION_SLACK,
+        code=xp.where(upper_blocks <= upper_ball, blocks_code, ball_code),
+        grid_origin=origin,
+    )

@@ -1,0 +1,141 @@
+"""The theorem in formulas: the interval of safe stabilizers, the choice, the check, the error bound.
+
+All functions are pure and take the array namespace ``xp`` (numpy or jax.numpy), so that the kernels
+evaluate exactly what the certifier evaluates. With base-2 logits of one row over n keys, bounds
+L <= log2 sum 2^logit <= S, V = max|v| and a stabilizer m,
+
+* nothing overflows when S - m <= ``upper_room``;
+* the range error stays within the tolerance when m - L <= ``lower_room``;
+* after the loop, the same holds when ``row_sum_min`` <= l <= 2^125 and everything is finite.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from certify import arithmetic
+from certify.arithmetic import KernelArithmetic
+
+Array = Any
+
+VERDICTS = ("certified", "verified", "recomputed", "exact")
+"""Names of the verdict codes 0, 1, 2, 3 of a (batch, head, query block)."""
+
+CERTIFIED, VERIFIED, RECOMPUTED, EXACT = range(4)
+
+ROW_SUM_MAX = 2.0**arithmetic.OVERFLOW_EXPONENT
+
+
+class Limits(NamedTuple):
+    """What one head allows, each an array of the shape of ``value_max``.
+
+    Attributes:
+        upper_room: bits that S may lie above the stabilizer.
+        lower_room: bits that the stabilizer may lie above L.
+        budget: bits; a row is certified iff S - L <= budget. -inf where nothing can be proved.
+        row_sum_min: smallest row sum that proves the tolerance after the loop. +inf where none does.
+        loss: numerator of the error bound, d * kappa * (losses + flushes / V) times the row sum.
+        flush: kappa * n * 2^-126, the same without the factor of V.
+        floor: error that no stabilizer removes: argument rounding and flushed values.
+    """
+
+    upper_room: Array
+    lower_room: Array
+    budget: Array
+    row_sum_min: Array
+    loss: Array
+    flush: float
+    floor: Array
+
+
+class Choice(NamedTuple):
+    """A stabilizer per row (bits, always finite) and whether the row is certified with it."""
+
+    stabilizer: Array
+    certified: Array
+
+
+def limits(
+    value_max: Array, *, num_keys: int, tolerance: float, kernel: KernelArithmetic, xp: Any
+) -> Limits:
+    """Limits of a head whose largest |v| over the keys that each row sees is ``value_max``.
+
+    V = 0 makes the output exactly 0 whatever the stabilizer; it is treated as V = 1. A value_max that
+    is NaN, infinite or too small for the tolerance proves nothing.
+    """
+    kappa = arithmetic.summation_factor(num_keys)
+    value = xp.where(value_max > 0, value_max, 1.0)
+    floor = arithmetic.ARGUMENT_ERROR + kernel.value_flushes * (
+        arithmetic.SMALLEST_NORMAL / xp.maximum(value, arithmetic.SMALLEST_NORMAL)
+    )
+    room = tolerance - floor
+    provable = (room > 0) & (value <= 2.0**127) & (value_max >= 0)
+    value = xp.where(provable, value, 1.0)
+    room = xp.where(provable, room, tolerance)
+    losses = kernel.probability_losses + kernel.product_flushes / value
+    upper_room = arithmetic.OVERFLOW_EXPONENT - xp.maximum(0.0, xp.log2(value))
+    upper_room = upper_room - arithmetic.EVALUATION_SLACK
+    lower_room = -arithmetic.SMALLEST_NORMAL_EXPONENT - math.log2(num_keys) + xp.log2(room)
+    lower_room = lower_room - xp.log2(kappa * (losses + room)) - arithmetic.EVALUATION_SLACK
+    interval = 2 * arithmetic.GRID_MARGIN + arithmetic.GRID_SPACING
+    flush = kappa * num_keys * arithmetic.SMALLEST_NORMAL
+    row_sum_min = flush * (losses + room) / room * (1.0 + arithmetic.COEFFICIENT_SLACK)
+    return Limits(
+        upper_room=upper_room,
+        lower_room=lower_room,
+        budget=xp.where(provable, upper_room + lower_room - interval, -xp.inf),
+        row_sum_min=xp.where(provable, row_sum_min, xp.inf),
+        loss=xp.where(provable, flush * losses, xp.inf),
+        flush=flush,
+        floor=floor,
+    )
+
+
+def choose_stabilizer(
+    upper: Array, lower: Array, grid_origin: Array, head: Limits, *, xp: Any
+) -> Choice:
+    """The stabilizer of each row from its bounds S (``upper``) and L (``lower``), in bits.
+
+    Certified rows take the grid point nearest the middle of the interval; the others the largest
+    grid point that still leaves the lower side its room, to be verified after the loop.
+
+    Args:
+        grid_origin: a logit of the row; stabilizers differ from it by an integer.
+    """
+    certified = upper - lower <= head.budget
+    middle = 0.5 * ((upper - head.upper_room) + (lower + head.lower_room))
+    nearest = grid_origin + xp.floor(middle - grid_origin + 0.5)
+    top = lower + head.lower_room - arithmetic.VERIFY_MARGIN
+    highest = grid_origin + xp.floor(top - grid_origin)
+    stabilizer = xp.where(certified, nearest, highest)
+    certified = certified & (xp.abs(stabilizer) <= arithmetic.LARGEST_STABILIZER)
+    finite = xp.abs(stabilizer) <= arithmetic.FLOAT32_LARGEST
+    return Choice(xp.where(finite, stabilizer, 0.0), certified)
+
+
+def row_sum_passes(row_sum: Array, head: Limits) -> Array:
+    """The check after the loop on l; written so that NaN fails.
+
+    It is complete only together with a look at every component of the numerator and of the output
+    after its cast, which must be finite.
+    """
+    return (row_sum >= head.row_sum_min) & (row_sum <= ROW_SUM_MAX)
+
+
+def error_from_row_sum(row_sum: Array, head: Limits, *, xp: Any) -> Array:
+    """Proven |o - o_exact| / max|v| beyond ordinary rounding, given the computed row sum.
+
+    E = kappa d (losses + flushes / V) / (1 - kappa d) + floor with d = n 2^-126 / l; inf unless
+    kappa d < 1.
+    """
+    remaining = row_sum - head.flush
+    safe = xp.where(remaining > 0, remaining, 1.0)
+    error = (head.loss / safe) * (1.0 + arithmetic.COEFFICIENT_SLACK) + head.floor
+    return xp.where(remaining > 0, error, xp.inf)
+
+
+def error_in_advance(stabilizer: Array, lower: Array, head: Limits, *, xp: Any) -> Array:
+    """The same before the loop: the row sum is at least 2^(L - m)."""
+    exponent = xp.minimum(lower - stabilizer, float(arithmetic.OVERFLOW_EXPONENT))
+    return error_from_row_sum(xp.exp2(exponent), head, xp=xp)
