@@ -29,6 +29,9 @@ BOUND_NAMES = ("none", "ball", "blocks", "ball+sentinels", "blocks+sentinels")
 NUM_SENTINELS = 128
 """One tile of the matrix unit; one key from each class of positions modulo 128."""
 
+KEYS_PER_BLOCK = 1024
+"""Keys whose mean is one row of the summary."""
+
 EMPTY = -1e30
 """log2 of the count of an empty row: finite, so that no inf - inf can arise."""
 

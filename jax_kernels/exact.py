@@ -1,0 +1,194 @@
+"""Attention with the true row maximum, in chunks of queries: every mask, bounded memory, plain XLA.
+
+Masked and soft-capped calls come here, and the gradient of every call. The dtype rules are those of
+ordinary low-precision attention: logits and sums in float32, probabilities cast to the input dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.masks import Masking, apply_masking, pad_query_rows
+from jax_kernels.reference import scaled_logits, weighted_values
+
+CHUNK_ELEMENTS = 2**25
+"""Logits held at a time (float32: 128 MB)."""
+
+
+@dataclass(frozen=True)
+class ExactSettings:
+    """Static arguments of the exact path: scale (None: head_dim**-0.5), masks by position, soft cap."""
+
+    scale: float | None = None
+    causal: bool = False
+    window: int | None = None
+    logits_soft_cap: float | None = None
+
+
+class _Chunks(NamedTuple):
+    rows: int
+    count: int
+
+    @property
+    def padded(self) -> int:
+        return self.rows * self.count
+
+
+def _chunks_for(query: jax.Array, key_length: int) -> _Chunks:
+    batch, query_length, heads, _ = query.shape
+    rows = max(8, CHUNK_ELEMENTS // max(1, batch * heads * key_length) // 8 * 8)
+    rows = min(rows, max(query_length, 1))
+    return _Chunks(rows, -(-max(query_length, 1) // rows))
+
+
+def _split(array: jax.Array, chunks: _Chunks, axis: int, fill: float = 0.0) -> jax.Array:
+    """[count, ..., rows, ...]: ``array`` padded along ``axis`` and cut into chunks of queries."""
+    width = [(0, 0)] * array.ndim
+    width[axis] = (0, chunks.padded - array.shape[axis])
+    padded = jnp.pad(array, width, constant_values=fill)
+    shape = (*array.shape[:axis], chunks.count, chunks.rows, *array.shape[axis + 1 :])
+    return jnp.moveaxis(padded.reshape(shape), axis, 0)
+
+
+def _join(pieces: jax.Array, axis: int, length: int) -> jax.Array:
+    """The inverse of ``_split``, without the padding."""
+    joined = jnp.moveaxis(pieces, 0, axis)
+    shape = (*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(joined.reshape(shape), 0, length, axis=axis)
+
+
+def _visible_values(value: jax.Array, masking: Masking) -> jax.Array:
+    """Values with the keys beyond ``key_lengths`` set to 0: what lies there may be NaN."""
+    if masking.key_lengths is None:
+        return value
+    inside = jnp.arange(value.shape[1])[None, :] < masking.key_lengths[:, None]
+    return jnp.where(inside[:, :, None, None], value, 0)
+
+
+def exact_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, masking: Masking, settings: ExactSettings
+) -> tuple[jax.Array, jax.Array]:
+    """Attention [B, S_q, H, D] in the input dtype and its log-sum-exp [B, H, S_q] in nats."""
+    query_length = query.shape[1]
+    chunks = _chunks_for(query, key.shape[1])
+    padded_masking = pad_query_rows(masking, chunks.padded)
+    visible_value = _visible_values(value, masking)
+
+    def one_chunk(piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start, rows = piece
+        logits = scaled_logits(rows, key, settings.scale, settings.logits_soft_cap)
+        logits = apply_masking(
+            logits,
+            padded_masking,
+            query_start=start,
+            query_length=query_length,
+            causal=settings.causal,
+            window=settings.window,
+        )
+        largest = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+        largest = jnp.where(jnp.isneginf(largest), 0, largest)
+        weights = jnp.exp(logits - largest)
+        row_sum = jnp.sum(weights, axis=-1, keepdims=True)
+        numerator = weighted_values(weights.astype(value.dtype), visible_value)
+        divisor = jnp.where(row_sum == 0, 1, row_sum)
+        out = numerator / jnp.swapaxes(divisor, 1, 2)
+        return out.astype(query.dtype), (largest + jnp.log(row_sum))[..., 0]
+
+    starts = jnp.arange(chunks.count) * chunks.rows
+    out, lse = jax.lax.map(one_chunk, (starts, _split(query, chunks, 1)))
+    return _join(out, 1, query_length), _join(lse, 2, query_length)
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs, and of an additive mask (float32; None without one)."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    attn_mask: jax.Array | None
+
+
+def exact_backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    masking: Masking,
+    settings: ExactSettings,
+    out: jax.Array,
+    lse: jax.Array,
+    grad_out: jax.Array,
+    grad_lse: jax.Array | None = None,
+) -> Gradients:
+    """Gradients from the saved log-sum-exp, the probabilities being computed again by chunks.
+
+    Args:
+        out, grad_out: [B, S_q, H, D]; lse, grad_lse: [B, H, S_q], nats.
+    """
+    query_length = query.shape[1]
+    chunks = _chunks_for(query, key.shape[1])
+    mask = masking.attn_mask
+    biased = mask is not None and mask.dtype != jnp.bool_
+    padded_masking = pad_query_rows(masking, chunks.padded)
+    visible_value = _visible_values(value, masking)
+    row_product = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), axis=-1)
+    offset = jnp.swapaxes(row_product, 1, 2)
+    if grad_lse is not None:
+        offset = offset - grad_lse
+    saved = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+
+    def one_chunk(
+        sums: tuple[jax.Array, jax.Array], piece: tuple[jax.Array, ...]
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
+        start, rows, rows_grad, rows_lse, rows_offset = piece
+
+        def masked_logits(q: jax.Array, k: jax.Array) -> jax.Array:
+            logits = scaled_logits(q, k, settings.scale, settings.logits_soft_cap)
+            return apply_masking(
+                logits,
+                padded_masking,
+                query_start=start,
+                query_length=query_length,
+                causal=settings.causal,
+                window=settings.window,
+            )
+
+        logits, logits_vjp = jax.vjp(masked_logits, rows, key)
+        weights = jnp.exp(logits - rows_lse[..., None])
+        _, values_vjp = jax.vjp(
+            lambda w, v: weighted_values(w.astype(value.dtype), v), weights, visible_value
+        )
+        grad_weights, grad_value = values_vjp(rows_grad.astype(jnp.float32))
+        grad_logits = weights * (grad_weights - rows_offset[..., None])
+        grad_rows, grad_key = logits_vjp(grad_logits)
+        grad_bias = None
+        if biased:
+            spread = tuple(axis for axis in (0, 1, 3) if mask.shape[axis] == 1)
+            grad_bias = jnp.sum(grad_logits, axis=spread, keepdims=True)
+        added = (sums[0] + grad_key.astype(jnp.float32), sums[1] + grad_value.astype(jnp.float32))
+        return added, (grad_rows, grad_bias)
+
+    pieces = (
+        jnp.arange(chunks.count) * chunks.rows,
+        _split(query, chunks, 1),
+        _split(grad_out, chunks, 1),
+        _split(saved, chunks, 2, fill=jnp.inf),
+        _split(offset, chunks, 2),
+    )
+    zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
+    (grad_key, grad_value), (grad_query, grad_bias) = jax.lax.scan(one_chunk, zeros, pieces)
+    grad_value = _visible_values(grad_value, masking)
+    grad_mask = None
+    if grad_bias is not None:
+        grad_mask = _join(grad_bias, 2, query_length)
+        if mask.shape[2] == 1:
+            grad_mask = jnp.sum(grad_mask, axis=2, keepdims=True)
+    return Gradients(
+        _join(grad_query, 1, query_length).astype(query.dtype),
+        grad_key.astype(key.dtype),
+        grad_value.astype(value.dtype),
+        grad_mask,
+    )
