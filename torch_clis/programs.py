@@ -1,0 +1,71 @@
+"""The JAX functions that `torch_clis.ops` lowers, module-level: they are parts of cache keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+import jax_kernels
+
+
+def attention_program(
+    *arrays: Any,
+    has_mask: bool,
+    has_key_lengths: bool,
+    scale: float | None,
+    causal: bool,
+    tolerance: float,
+    path: str,
+    platform: str,
+) -> tuple[Any, Any, Any]:
+    """(out, lse, certificate) of ``jax_kernels.attention``, the certificate stacked last."""
+    query, key, value, *optional = arrays
+    out, lse, certificate = jax_kernels.attention(
+        query,
+        key,
+        value,
+        **_masks(optional, has_mask, has_key_lengths),
+        scale=scale,
+        causal=causal,
+        tolerance=tolerance,
+        path=path,
+        return_lse=True,
+        return_certificate=True,
+        interpret=platform != "tpu",
+    )
+    fields = [certificate[name].astype(jnp.float32) for name in jax_kernels.CERTIFICATE_FIELDS]
+    return out, lse, jnp.stack(fields, axis=-1)
+
+
+def attention_backward_program(
+    *arrays: Any,
+    has_mask: bool,
+    has_key_lengths: bool,
+    scale: float | None,
+    causal: bool,
+    platform: str,
+) -> tuple[Any, Any, Any]:
+    """(grad_query, grad_key, grad_value) of ``jax_kernels.attention_backward``."""
+    del platform  # one definition for both
+    query, key, value, out, lse, grad_out, *optional = arrays
+    grads = jax_kernels.attention_backward(
+        query,
+        key,
+        value,
+        out,
+        lse,
+        grad_out,
+        **_masks(optional, has_mask, has_key_lengths),
+        scale=scale,
+        causal=causal,
+    )
+    return tuple(grads)
+
+
+def _masks(optional: list[Any], has_mask: bool, has_key_lengths: bool) -> dict[str, Any]:
+    remaining = iter(optional)
+    return {
+        "attn_mask": next(remaining) if has_mask else None,
+        "key_lengths": next(remaining) if has_key_lengths else None,
+    }

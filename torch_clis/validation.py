@@ -1,0 +1,132 @@
+"""Checks at the border of the op: each error names the argument, what was given, what to do."""
+
+from __future__ import annotations
+
+import torch
+
+from certify.arithmetic import validate_tolerance
+
+PATHS = ("auto", "clis", "online")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICE_TYPES = ("cpu", "xla", "meta")
+
+
+def validate_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    key_lengths: torch.Tensor | None,
+    tolerance: float,
+    path: str,
+) -> None:
+    """Check every argument of ``torch.ops.clis.attention``, ``[B, S, H, D]``.
+
+    Raises:
+        ValueError: wrong rank, shape, dtype, tolerance or path.
+        NotImplementedError: a device or dtype that there is no kernel for.
+    """
+    _validate_tensors(query, key, value)
+    if attn_mask is not None:
+        _validate_mask(attn_mask, query, key)
+    if key_lengths is not None:
+        _validate_key_lengths(key_lengths, query)
+    validate_tolerance(tolerance)
+    if path not in PATHS:
+        raise ValueError(f"path: got {path!r}; give one of {', '.join(PATHS)}.")
+
+
+def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name}: got {tensor.dim()} dimensions, shape {_shape(tensor)}; attention takes "
+                "[batch, sequence, heads, head_dim]. Use unflatten or unsqueeze."
+            )
+        if 0 in tensor.shape:
+            raise ValueError(f"{name}: got shape {_shape(tensor)}; no dimension may be empty.")
+        if tensor.dtype != query.dtype:
+            raise ValueError(
+                f"{name}: got dtype {tensor.dtype} beside a query of {query.dtype}; "
+                f"cast it with {name}.to(query.dtype)."
+            )
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{name}: got device {tensor.device} beside a query on {query.device}; "
+                f"move it with {name}.to(query.device)."
+            )
+    _validate_kind(query)
+    batch, _, heads, head_dim = query.shape
+    if key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ValueError(
+            f"key: got shape {_shape(key)} beside a query of {_shape(query)}; batch and head_dim "
+            "must be the query's."
+        )
+    if value.shape != key.shape:
+        raise ValueError(
+            f"value: got shape {_shape(value)} beside a key of {_shape(key)}; they must be equal."
+        )
+    if heads % key.shape[2] != 0:
+        raise ValueError(
+            f"key: got {key.shape[2]} heads beside {heads} of the query; the query's number of "
+            "heads must be a multiple of the key's."
+        )
+
+
+def _validate_kind(query: torch.Tensor) -> None:
+    if query.dtype not in DTYPES:
+        raise ValueError(
+            f"query: got dtype {query.dtype}; attention takes float32, bfloat16 or float16. "
+            "Cast query, key and value (there is no float64 kernel; cast to float32)."
+        )
+    if query.device.type not in DEVICE_TYPES:
+        raise NotImplementedError(
+            f"query: got device {query.device}; attention runs on XLA devices (TPU, CPU) and on "
+            "plain CPU tensors. Move the tensors, or use "
+            "torch.nn.functional.scaled_dot_product_attention there."
+        )
+
+
+def _validate_mask(attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    target = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
+        raise ValueError(
+            f"attn_mask: got dtype {attn_mask.dtype}; give bool (True = attend) or an additive "
+            "bias of float32, bfloat16 or float16. A 0/1 mask becomes one with .bool()."
+        )
+    if attn_mask.dim() not in (2, 3, 4) or any(
+        given not in (1, wanted)
+        for given, wanted in zip(reversed(attn_mask.shape), reversed(target), strict=False)
+    ):
+        raise ValueError(
+            f"attn_mask: got shape {_shape(attn_mask)}; it must broadcast to [batch, heads, "
+            f"queries, keys] = {list(target)} and have 2 to 4 dimensions. A key padding mask "
+            "[batch, keys] becomes one with mask[:, None, None, :]."
+        )
+    _validate_same_device("attn_mask", attn_mask, query)
+
+
+def _validate_key_lengths(key_lengths: torch.Tensor, query: torch.Tensor) -> None:
+    if key_lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"key_lengths: got dtype {key_lengths.dtype}; give int32, the number of keys that each "
+            "batch entry attends to."
+        )
+    if tuple(key_lengths.shape) != (query.shape[0],):
+        raise ValueError(
+            f"key_lengths: got shape {_shape(key_lengths)}; give one length for each of the "
+            f"{query.shape[0]} batch entries."
+        )
+    _validate_same_device("key_lengths", key_lengths, query)
+
+
+def _validate_same_device(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
+    if tensor.device != query.device:
+        raise ValueError(
+            f"{name}: got device {tensor.device} beside a query on {query.device}; "
+            f"move it with {name}.to(query.device)."
+        )
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)
