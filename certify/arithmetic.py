@@ -1,14 +1,16 @@
 """The machine that the theorem speaks about: formats, cut-offs and rounding slack.
 
-Every constant that a kernel or a bound uses is derived here, from the formats and from the number of
-operations. Logits are in bits (base 2) throughout. "Cut-off" means that a value below the smallest
-normal number is read and written as 0; an overflow gives inf or NaN.
+Every constant that a kernel or a bound uses is derived here, from the formats and from the number
+of operations. Logits are in bits (base 2) throughout. "Cut-off" means that a value below the
+smallest normal number is read and written as 0; an overflow gives inf or NaN.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import numpy as np
 
 SMALLEST_NORMAL_EXPONENT = -126
 """float32 and bfloat16 share it; hardware flushes everything below 2^-126 to 0."""
@@ -54,7 +56,8 @@ EVALUATION_SLACK = 2.0**-10
 own evaluation (a few hundred terms: below 2^-13), and for products of a logit that are flushed."""
 
 COEFFICIENT_SLACK = 2.0**-20
-"""Relative slack, on top of ``dot_slack``, for the float32 additions that put an exponent together."""
+"""Relative slack, on top of ``dot_slack``, for the float32 additions that put an exponent together,
+and for the evaluation of a limit in a few float32 operations (16 roundings)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class KernelArithmetic:
         contraction_factor: products per channel of a logit; a bfloat16 query is held as a high and
             a low half (2), a float32 dot product is six bfloat16 passes (6).
         probability_losses: cut-offs per key that lose at most 2^-126 of a probability: its own
-            flush once in the numerator and once in the row sum, and, for float32, its two split parts.
+            flush once in the numerator and once in the row sum, and, for float32, its two split
+            parts.
         product_flushes: cut-offs per key that lose at most 2^-126 of a product or of a partial sum.
         value_flushes: cut-offs that lose at most 2^-126 of a value or of the final product.
     """
@@ -90,7 +94,8 @@ BFLOAT16 = KernelArithmetic("bfloat16", 2, 2, 1, 2)
 FLOAT32 = KernelArithmetic("float32", 6, 4, 6, 4)
 
 ARITHMETICS = {"bfloat16": BFLOAT16, "float32": FLOAT32, "float16": FLOAT32}
-"""By input dtype. float16 is converted to float32 before the kernel and back after it."""
+"""By input dtype. float16 is converted to float32 before the kernel and back after it; what is
+proved is proved of the float32 output before that last cast, which any attention does."""
 
 
 def arithmetic_for(dtype: object) -> KernelArithmetic:
@@ -116,7 +121,7 @@ def dot_slack(length: int) -> float:
     """
     accumulated = length * 2.0 * FLOAT32_ROUNDOFF
     if accumulated >= 1.0:
-        raise ValueError(f"length: got {length}; the bound holds below {int(2**23)} products.")
+        raise ValueError(f"length: got {length}; the bound holds below {2**23} products.")
     return accumulated / (1.0 - accumulated)
 
 
@@ -126,8 +131,18 @@ def norm_underflow(length: int) -> float:
 
 
 def summation_factor(num_keys: int) -> float:
-    """kappa: factor that covers second-order roundings in sums over ``num_keys`` keys."""
-    return 1.0 + max(2.0**-4, 2.0 * dot_slack(num_keys) if num_keys > 2**19 else 0.0)
+    """kappa: factor that covers second-order roundings in sums over ``num_keys`` keys.
+
+    With g the relative error of summing n numbers in any order, a loss in the numerator can grow by
+    1 + g on its way and the row sum can come out low by 1 - g; (1 + g) / (1 - g) <= 1 + 4 g for
+    g <= 1/2, and ``dot_slack`` is at least 2 g. The floor of 2^-4 rules up to n = 2^18.
+    """
+    return 1.0 + max(2.0**-4, 2.0 * dot_slack(num_keys))
+
+
+def query_factor(scale: float) -> float:
+    """log2(e) * scale, rounded once to float32: what every query is multiplied by, in float32."""
+    return float(np.float32(math.log2(math.e) * scale))
 
 
 def smallest_tolerance() -> float:

@@ -184,6 +184,7 @@ def row_bounds(
     num_sentinels: int,
     num_blocks: int,
     xp: Any,
+    family: str = "auto",
 ) -> RowBounds:
     """Bounds S and L of every query row: sentinels with the better of blocks and ball.
 
@@ -192,6 +193,7 @@ def row_bounds(
         query_norm: float32 [..., 1, queries], an upper bound on |q'|.
         log2_count, reach_up, reach_down: float32 [..., rows, 1] of the summary.
         num_sentinels, num_blocks: the first rows are sentinels, then blocks, then the ball.
+        family: "auto" takes the better of both per row; "blocks" or "ball" that one alone.
     """
     above = logits + (log2_count + reach_up * query_norm)
     below = logits + (log2_count - reach_down * query_norm)
@@ -200,21 +202,27 @@ def row_bounds(
     def blocks_of(exponents: Array) -> Array:
         return log_sum_exp2(exponents[..., first_block:ball, :], xp=xp)
 
-    upper_blocks, upper_ball = blocks_of(above), above[..., ball : ball + 1, :]
-    lower = xp.maximum(blocks_of(below), below[..., ball : ball + 1, :])
-    upper = xp.minimum(upper_blocks, upper_ball)
+    suffix = "+sentinels" if num_sentinels else ""
+    blocks_code, ball_code = (
+        float(BOUND_NAMES.index(name + suffix)) for name in ("blocks", "ball")
+    )
+    upper_ball, lower_ball = (side[..., ball : ball + 1, :] for side in (above, below))
+    if family == "ball":
+        upper, lower, code = upper_ball, lower_ball, xp.zeros_like(upper_ball) + ball_code
+    else:
+        upper, lower = blocks_of(above), blocks_of(below)
+        code = xp.zeros_like(upper) + blocks_code
+    if family == "auto":
+        code = xp.where(upper <= upper_ball, blocks_code, ball_code)
+        upper, lower = xp.minimum(upper, upper_ball), xp.maximum(lower, lower_ball)
     origin = lower
-    names = ("blocks", "ball")
     if num_sentinels:
-        sentinel_logits = logits[..., :first_block, :]
-        origin = xp.max(sentinel_logits, axis=-2, keepdims=True)
+        origin = xp.max(logits[..., :first_block, :], axis=-2, keepdims=True)
         upper = log_add_exp2(upper, log_sum_exp2(above[..., :first_block, :], xp=xp), xp=xp)
         lower = log_add_exp2(lower, log_sum_exp2(below[..., :first_block, :], xp=xp), xp=xp)
-        names = ("blocks+sentinels", "ball+sentinels")
-    blocks_code, ball_code = (float(BOUND_NAMES.index(name)) for name in names)
     return RowBounds(
         upper=upper + arithmetic.EVALUATION_SLACK,
         lower=lower - arithmetic.EVALUATION_SLACK,
-        code=xp.where(upper_blocks <= upper_ball, blocks_code, ball_code),
+        code=code,
         grid_origin=origin,
     )

@@ -1,4 +1,4 @@
-"""The theorem in formulas: the interval of safe stabilizers, the choice, the check, the error bound.
+"""The theorem in formulas: the interval of safe stabilizers, the choice, the check, the error.
 
 All functions are pure and take the array namespace ``xp`` (numpy or jax.numpy), so that the kernels
 evaluate exactly what the certifier evaluates. With base-2 logits of one row over n keys, bounds
@@ -34,7 +34,8 @@ class Limits(NamedTuple):
         upper_room: bits that S may lie above the stabilizer.
         lower_room: bits that the stabilizer may lie above L.
         budget: bits; a row is certified iff S - L <= budget. -inf where nothing can be proved.
-        row_sum_min: smallest row sum that proves the tolerance after the loop. +inf where none does.
+        row_sum_min: smallest row sum that proves the tolerance after the loop, +inf where none
+            does.
         loss: numerator of the error bound, d * kappa * (losses + flushes / V) times the row sum.
         flush: kappa * n * 2^-126, the same without the factor of V.
         floor: error that no stabilizer removes: argument rounding and flushed values.
@@ -61,26 +62,29 @@ def limits(
 ) -> Limits:
     """Limits of a head whose largest |v| over the keys that each row sees is ``value_max``.
 
-    V = 0 makes the output exactly 0 whatever the stabilizer; it is treated as V = 1. A value_max that
-    is NaN, infinite or too small for the tolerance proves nothing.
+    V = 0 is treated as V = 1: the output is exactly 0 wherever the row sum is neither 0 nor
+    infinite. A value_max that is NaN, infinite or too small for the tolerance (as subnormal ones
+    are) proves nothing.
     """
     kappa = arithmetic.summation_factor(num_keys)
+    above, below = 1.0 + arithmetic.COEFFICIENT_SLACK, 1.0 - arithmetic.COEFFICIENT_SLACK
     value = xp.where(value_max > 0, value_max, 1.0)
-    floor = arithmetic.ARGUMENT_ERROR + kernel.value_flushes * (
-        arithmetic.SMALLEST_NORMAL / xp.maximum(value, arithmetic.SMALLEST_NORMAL)
-    )
-    room = tolerance - floor
+    smallest = arithmetic.SMALLEST_NORMAL
+    floor = kernel.value_flushes * (smallest / xp.maximum(value, smallest))
+    floor = (arithmetic.ARGUMENT_ERROR + floor) * above
+    room = tolerance * below - floor
     provable = (room > 0) & (value <= 2.0**127) & (value_max >= 0)
     value = xp.where(provable, value, 1.0)
     room = xp.where(provable, room, tolerance)
-    losses = kernel.probability_losses + kernel.product_flushes / value
+    losses = (kernel.probability_losses + kernel.product_flushes / value) * above
     upper_room = arithmetic.OVERFLOW_EXPONENT - xp.maximum(0.0, xp.log2(value))
-    upper_room = upper_room - arithmetic.EVALUATION_SLACK
+    upper_room = upper_room - math.log2(kappa) - arithmetic.EVALUATION_SLACK
     lower_room = -arithmetic.SMALLEST_NORMAL_EXPONENT - math.log2(num_keys) + xp.log2(room)
     lower_room = lower_room - xp.log2(kappa * (losses + room)) - arithmetic.EVALUATION_SLACK
     interval = 2 * arithmetic.GRID_MARGIN + arithmetic.GRID_SPACING
-    flush = kappa * num_keys * arithmetic.SMALLEST_NORMAL
-    row_sum_min = flush * (losses + room) / room * (1.0 + arithmetic.COEFFICIENT_SLACK)
+    flush = flush_scale(num_keys)
+    # Four times the slack of ``error_from_row_sum``: its rounded E then stays within the tolerance.
+    row_sum_min = flush * (losses + room) / room * (1.0 + 4.0 * arithmetic.COEFFICIENT_SLACK)
     return Limits(
         upper_room=upper_room,
         lower_room=lower_room,
@@ -90,6 +94,11 @@ def limits(
         flush=flush,
         floor=floor,
     )
+
+
+def flush_scale(num_keys: int) -> float:
+    """kappa * n * 2^-126: what ``num_keys`` flushes can take from a row sum."""
+    return arithmetic.summation_factor(num_keys) * num_keys * arithmetic.SMALLEST_NORMAL
 
 
 def choose_stabilizer(
