@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from certify.arithmetic import KernelArithmetic, arithmetic_for
 
@@ -27,6 +28,16 @@ PATHS = ("auto", "clis", "online")
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
+
+
+def div(number: Any, by: int) -> Any:
+    """Quotient of a non-negative int32, without the sign handling of floor division."""
+    return jax.lax.div(number, jnp.int32(by))
+
+
+def rem(number: Any, by: int) -> Any:
+    """Remainder of a non-negative int32."""
+    return jax.lax.rem(number, jnp.int32(by))
 
 
 @dataclass(frozen=True)

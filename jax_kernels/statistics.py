@@ -16,7 +16,7 @@ from certify.bounds import EMPTY, KEYS_PER_BLOCK, NUM_SENTINELS, KeySummary, sum
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_kernels.config import Problem, round_up
+from jax_kernels.config import Problem, div, rem, round_up
 
 ROW_TILE = 16
 """Rows of a register tile of bfloat16; row groups of the summary are multiples of it."""
@@ -132,7 +132,7 @@ def _scan_keys(
     width, heads = problem.group_width, problem.heads_per_group
 
     def key_block(group: Any, block: Any) -> tuple[Any, Any, Any]:
-        return group // problem.key_groups, block, group % problem.key_groups
+        return div(group, problem.key_groups), block, rem(group, problem.key_groups)
 
     mean, distance, value_max = pl.pallas_call(
         lambda *refs: _pass_kernel(*refs, problem=problem),
@@ -159,11 +159,11 @@ def _scan_keys(
 def _gather_kernel(index_ref: Any, key_ref: Any, out_ref: Any, *, problem: Problem) -> None:
     """Copy one key, found in its tile of 16 rows, into the row of its class."""
     head, sentinel = pl.program_id(0), pl.program_id(1)
-    row = index_ref[head, sentinel] % ROW_TILE
+    row = rem(index_ref[head, sentinel], ROW_TILE)
     position = jax.lax.broadcasted_iota(jnp.int32, (ROW_TILE, 1), 0)
     tile = key_ref[0].astype(jnp.float32)
     if problem.heads_per_group == 2:
-        second = head % 2 == 1
+        second = rem(head, 2) == 1
         tile = jnp.where(second, tile[:, problem.head_dim :], tile[:, : problem.head_dim])
     chosen = jnp.sum(jnp.where(position == row, tile, 0.0), axis=0, keepdims=True)
     out_ref[0, pl.ds(sentinel, 1), :] = chosen
@@ -174,11 +174,11 @@ def _gather_keys(key: jax.Array, index: jax.Array, problem: Problem) -> jax.Arra
     heads = problem.heads_per_group
 
     def tile_of(head: Any, sentinel: Any, index_ref: Any) -> tuple[Any, Any, Any]:
-        group = head // heads
+        group = div(head, heads)
         return (
-            group // problem.key_groups,
-            index_ref[head, sentinel] // ROW_TILE,
-            group % problem.key_groups,
+            div(group, problem.key_groups),
+            div(index_ref[head, sentinel], ROW_TILE),
+            rem(group, problem.key_groups),
         )
 
     return pl.pallas_call(
