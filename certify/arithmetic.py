@@ -25,6 +25,9 @@ that a sum, its bfloat16 cast and its reciprocal (which stays normal) are all in
 
 FLOAT32_ROUNDOFF = 2.0**-24
 
+LARGEST_NUM_KEYS = 2**23
+"""From this length on a float32 sum has no error bound below 1."""
+
 ARGUMENT_ROUNDINGS = 3
 """Roundings of exp2's argument: 1 for ``exp2(logit - stabilizer)``, 3 where a compiler lowers exp2
 to ``exp(ln2 * x)``. The larger count holds for both and costs a tenth of a bit at the default
@@ -121,7 +124,7 @@ def dot_slack(length: int) -> float:
     """
     accumulated = length * 2.0 * FLOAT32_ROUNDOFF
     if accumulated >= 1.0:
-        raise ValueError(f"length: got {length}; the bound holds below {2**23} products.")
+        raise ValueError(f"length: got {length}; it must be below {LARGEST_NUM_KEYS}.")
     return accumulated / (1.0 - accumulated)
 
 
