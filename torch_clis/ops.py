@@ -56,7 +56,7 @@ def attention_op(
     validate_attention(query, key, value, attn_mask, key_lengths, tolerance, path)
     visibility = Visibility(_four_dimensional(attn_mask), key_lengths, causal)
     out, lse = attention_cpu(query, key, value, visibility, _scale(scale, query))
-    return out, lse, _exact_certificate(query, key, attn_mask, key_lengths, causal, path)
+    return out, lse, _exact_certificate(query, key)
 
 
 @attention_op.register_fake
@@ -73,7 +73,7 @@ def _attention_fake(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     validate_attention(query, key, value, attn_mask, key_lengths, tolerance, path)
     batch, num_queries, heads, _ = query.shape
-    blocks = _num_query_blocks(query, key, attn_mask, key_lengths, causal, path)
+    blocks = _num_query_blocks(query, key)
     return (
         query.new_empty(query.shape),
         query.new_empty((batch, heads, num_queries), dtype=torch.float32),
@@ -100,7 +100,7 @@ def _attention_xla(
         name="xla::clis_attention",
         has_mask=attn_mask is not None,
         has_key_lengths=key_lengths is not None,
-        scale=scale,
+        scale=_scale(scale, query),
         causal=causal,
         tolerance=tolerance,
         path=path,
@@ -167,7 +167,7 @@ def _attention_backward_xla(
         name="xla::clis_attention_backward",
         has_mask=attn_mask is not None,
         has_key_lengths=key_lengths is not None,
-        scale=scale,
+        scale=_scale(scale, query),
         causal=causal,
     )
     return grad_query, grad_key, grad_value
@@ -212,33 +212,15 @@ def _mask_tensors(
     return [tensor for tensor in (_four_dimensional(attn_mask), lengths) if tensor is not None]
 
 
-def _num_query_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    key_lengths: torch.Tensor | None,
-    causal: bool,
-    path: str,
-) -> int:
+def _num_query_blocks(query: torch.Tensor, key: torch.Tensor) -> int:
     return jax_kernels.num_query_blocks(
-        tuple(int(size) for size in query.shape),
-        tuple(int(size) for size in key.shape),
-        str(query.dtype).removeprefix("torch."),
-        masked=causal or attn_mask is not None or key_lengths is not None,
-        path=path,
+        tuple(int(size) for size in query.shape), tuple(int(size) for size in key.shape)
     )
 
 
-def _exact_certificate(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    key_lengths: torch.Tensor | None,
-    causal: bool,
-    path: str,
-) -> torch.Tensor:
+def _exact_certificate(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Verdict "exact" everywhere: nothing was bounded, so gap, budget and row sums are NaN."""
-    blocks = _num_query_blocks(query, key, attn_mask, key_lengths, causal, path)
+    blocks = _num_query_blocks(query, key)
     shape = (query.shape[0], query.shape[2], blocks, len(CERTIFICATE_FIELDS))
     certificate = torch.full(shape, float("nan"))
     certificate[..., CERTIFICATE_FIELDS.index("verdict")] = VERDICTS.index("exact")

@@ -13,7 +13,7 @@ def attention_program(
     *arrays: Any,
     has_mask: bool,
     has_key_lengths: bool,
-    scale: float | None,
+    scale: float,
     causal: bool,
     tolerance: float,
     path: str,
@@ -42,7 +42,7 @@ def attention_backward_program(
     *arrays: Any,
     has_mask: bool,
     has_key_lengths: bool,
-    scale: float | None,
+    scale: float,
     causal: bool,
     platform: str,
 ) -> tuple[Any, Any, Any]:

@@ -32,8 +32,18 @@ def validate_attention(
     if key_lengths is not None:
         _validate_key_lengths(key_lengths, query)
     validate_tolerance(tolerance)
+    validate_path(path)
+
+
+def validate_path(path: str) -> str:
+    """Check the name of a path.
+
+    Raises:
+        ValueError: for an unknown one.
+    """
     if path not in PATHS:
         raise ValueError(f"path: got {path!r}; give one of {', '.join(PATHS)}.")
+    return path
 
 
 def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -1,0 +1,155 @@
+"""`CLiSProcessor`: certified attention for a diffusers transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from certify import DEFAULT_TOLERANCE
+from certify.arithmetic import validate_tolerance
+from torch_clis.diffusers.totals import AttentionSummary, RunningTotals
+from torch_clis.ops import attention_op
+from torch_clis.validation import validate_path
+
+
+class CLiSProcessor:
+    """Attention processor that runs `torch_clis.attention` and adds up its certificates.
+
+    Install one object on every layer, and on the second expert where there is one::
+
+        processor = CLiSProcessor()
+        pipe.transformer.set_attn_processor(processor)
+        processor.name_layers(pipe.transformer)
+
+    Projections, norms and rotary embedding are the attention module's own. The totals stay on the
+    device of the call; nothing is moved to the host before `summary` or `totals` asks, and the
+    graph of every step is the same. A copy or a pickle of a processor starts with empty totals.
+
+    Supported attention modules: diffusers' ``WanAttention`` (self- and cross-attention, fused
+    projections, image keys).
+
+    Args:
+        tolerance: proven ``|o - o_exact| / max|v|`` beyond what online softmax rounds.
+        path: ``"auto"``, ``"online"``, or ``"clis"`` (for measurement only).
+        record: not supported yet.
+
+    Raises:
+        ValueError: tolerance or path out of range.
+        NotImplementedError: ``record`` given.
+    """
+
+    def __init__(
+        self, tolerance: float = DEFAULT_TOLERANCE, path: str = "auto", record: Any = None
+    ) -> None:
+        if record is not None:
+            raise NotImplementedError(
+                f"record: got {record!r}; recording query and key statistics is not supported "
+                "yet. Leave it None."
+            )
+        self.tolerance = validate_tolerance(tolerance)
+        self.path = validate_path(path)
+        self._totals = RunningTotals()
+
+    def __call__(
+        self,
+        attn: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """What the module's own processor computes, ``[B, S, C]`` in and out.
+
+        Args:
+            attn: the attention module.
+            hidden_states: ``[B, S_q, C]``.
+            encoder_hidden_states: ``[B, S_k, C]`` for cross-attention.
+            attention_mask: bool (True = attend) or additive, broadcastable to
+                ``[B, H, S_q, S_k]``.
+            rotary_emb: cosine and sine tables.
+
+        Raises:
+            TypeError: for an attention module that there is no binding for.
+        """
+        compute = _binding_for(attn)
+        return compute(
+            attn,
+            hidden_states,
+            encoder_hidden_states,
+            attention_mask,
+            rotary_emb,
+            partial(self._attend, attn),
+        )
+
+    def _attend(
+        self,
+        attn: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        part: str = "",
+    ) -> torch.Tensor:
+        out, _, certificate = attention_op(
+            query, key, value, attn_mask, None, None, False, self.tolerance, self.path
+        )
+        self._totals.add(attn, part, certificate.detach())
+        return out
+
+    def name_layers(self, transformer: torch.nn.Module, prefix: str = "") -> None:
+        """Name the layers that this processor is installed on after their place in ``transformer``.
+
+        Without it they are numbered in the order of their first call. ``prefix`` tells two
+        transformers apart.
+
+        Raises:
+            ValueError: when the processor is on none of the transformer's layers.
+        """
+        named = 0
+        for name, module in transformer.named_modules():
+            if getattr(module, "processor", None) is self:
+                self._totals.set_name(module, prefix + name)
+                named += 1
+        if not named:
+            raise ValueError(
+                f"transformer: none of the layers of this {type(transformer).__name__} has this "
+                "processor. Call transformer.set_attn_processor(processor) first."
+            )
+
+    def summary(self) -> AttentionSummary:
+        """The totals so far as a table (print it): layer by head. Moves them to the host."""
+        return AttentionSummary(tuple(self._totals.to_host()))
+
+    def totals(self) -> list[dict[str, Any]]:
+        """The totals so far, one JSON-able row per layer and head. Moves them to the host.
+
+        Keys: ``layer``, ``head``; the numbers of query blocks ``certified``, ``verified``,
+        ``recomputed``, ``exact`` and their sum ``blocks``; ``smallest_margin_bits``, budget - gap
+        of the tightest block that was judged (negative: not certified), or None;
+        ``bound_used``, ``{certify.BOUND_NAMES: blocks}``; ``largest_error_bound``, or None.
+        """
+        return [row.to_dict() for row in self._totals.to_host()]
+
+    def reset(self) -> None:
+        """Forget the totals; names stay."""
+        self._totals.reset()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CLiSProcessor, (self.tolerance, self.path)
+
+
+def _binding_for(attn: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    from diffusers.models.transformers.transformer_wan import WanAttention
+
+    from torch_clis.diffusers.wan import wan_attention
+
+    if isinstance(attn, WanAttention):
+        return wan_attention
+    kind = type(attn)
+    raise TypeError(
+        f"attn: got {kind.__module__}.{kind.__qualname__}; CLiSProcessor supports diffusers' "
+        "WanAttention. Leave the model's own processor on this layer."
+    )
