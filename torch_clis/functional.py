@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from certify import DEFAULT_TOLERANCE
-from torch_clis.ops import CERTIFICATE_FIELDS, attention_op
+from torch_clis.ops import attention_op, unpack_certificate
 
 
 def attention(
@@ -52,7 +52,7 @@ def attention(
             device, without a host sync: ``verdict`` int8 -> ``certify.VERDICTS``, ``gap`` and
             ``budget`` float32 in bits (certified iff gap <= budget), ``error_bound`` float32,
             ``bound_used`` int8 -> ``certify.BOUND_NAMES``, ``row_sum_min`` and ``row_sum_max``
-            float32.
+            float32; gap, budget and row sums are NaN where the verdict is "exact".
 
     Returns:
         out, or a tuple of out, then lse and certificate as asked for. out has the shape and dtype
@@ -138,12 +138,3 @@ def scaled_dot_product_attention(
         enable_gqa=enable_gqa,
     )
     return out.transpose(1, 2)
-
-
-def unpack_certificate(packed: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The op's ``[B, H, num_q_blocks, 7]`` as a dict of ``[B, H, num_q_blocks]``, codes as int8."""
-    codes = ("verdict", "bound_used")
-    return {
-        name: field.to(torch.int8) if name in codes else field
-        for name, field in zip(CERTIFICATE_FIELDS, packed.unbind(dim=-1), strict=True)
-    }

@@ -48,7 +48,9 @@ def attention_op(
     Returns:
         out ``[B, S_q, H, D]`` in the dtype of ``query``; lse float32 ``[B, H, S_q]``, natural log,
         not differentiable; certificate float32 ``[B, H, num_q_blocks, 7]``, fields in the order of
-        `CERTIFICATE_FIELDS`. A row without a visible key gives 0 and lse = -inf.
+        `CERTIFICATE_FIELDS`, all 0 but the verdict where that is "exact" (`unpack_certificate`
+        makes the fields that say nothing there NaN). A row without a visible key gives 0 and
+        lse = -inf.
 
     Raises:
         ValueError, NotImplementedError: see `torch_clis.validation.validate_attention`.
@@ -219,11 +221,24 @@ def _num_query_blocks(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _exact_certificate(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Verdict "exact" everywhere: nothing was bounded, so gap, budget and row sums are NaN."""
+    """Verdict "exact" everywhere, the other fields 0."""
     blocks = _num_query_blocks(query, key)
     shape = (query.shape[0], query.shape[2], blocks, len(CERTIFICATE_FIELDS))
-    certificate = torch.full(shape, float("nan"))
+    certificate = torch.zeros(shape)
     certificate[..., CERTIFICATE_FIELDS.index("verdict")] = VERDICTS.index("exact")
-    certificate[..., CERTIFICATE_FIELDS.index("error_bound")] = 0.0
-    certificate[..., CERTIFICATE_FIELDS.index("bound_used")] = 0.0
     return certificate
+
+
+def unpack_certificate(packed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The op's ``[B, H, num_q_blocks, 7]`` as a dict of ``[B, H, num_q_blocks]`` by field name.
+
+    Codes become int8; gap, budget and row sums become NaN where the verdict is "exact".
+    """
+    fields = dict(zip(CERTIFICATE_FIELDS, packed.unbind(dim=-1), strict=True))
+    exact = fields["verdict"] == VERDICTS.index("exact")
+    for name in CERTIFICATE_FIELDS:
+        if name in ("verdict", "bound_used"):
+            fields[name] = fields[name].to(torch.int8)
+        elif name != "error_bound":
+            fields[name] = fields[name].masked_fill(exact, float("nan"))
+    return fields
