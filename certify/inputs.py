@@ -112,7 +112,7 @@ def _check_shapes(arrays: dict[str, FloatArray]) -> None:
     if key_shape[0] != batch or key_shape[3] != head_dim or heads % key_shape[2]:
         raise ValueError(
             f"key: got shape {key_shape} beside a query of {query.values.shape}; batch and "
-            "head_dim must be equal and the number of query heads a multiple of the number of key heads."
+            "head_dim must be equal and the query heads a multiple of the key heads."
         )
     if "value" in arrays and arrays["value"].values.shape[:3] != key_shape[:3]:
         raise ValueError(
