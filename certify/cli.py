@@ -129,19 +129,20 @@ def _finite(number: Any) -> float | None:
 def _audit_table(rows: list[dict[str, Any]], certificate: Certificate) -> Table:
     certified = sum(row["certified"] for row in rows)
     table = Table(
-        title="Certified before the loop (margin, gap and budget in bits)",
+        title="Certified before the loop (margin and gap in bits)",
         caption=f"{certified} of {certificate.certified.size} query blocks of up to "
         f"{certificate.block_q} rows are certified at tolerance {certificate.tolerance:.3g}. The "
         "others are checked after the loop by their row sums, and recomputed if that fails.",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    for name in ("batch", "head", "blocks", "margin", "gap", "budget", "error"):
+    for name in ("batch", "head", "blocks", "margin", "gap", "error"):
         table.add_column(name, justify="right")
     table.add_column("bound", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in rows:
         style = "green" if row["verdict"] == "certified" else "yellow"
-        bits = (row["smallest_margin_bits"], row["gap_bits"], row["budget_bits"])
+        bits = (row["smallest_margin_bits"], row["gap_bits"])
         error = row["largest_error_bound"]
         table.add_row(
             str(row["batch"]),

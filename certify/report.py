@@ -38,15 +38,19 @@ def verdict_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     Raises:
         ValueError: where a row lacks a field.
     """
-    condense = len(rows) > ROWS_SHOWN_SINGLY
+    body = lines(rows, condense=len(rows) > ROWS_SHOWN_SINGLY)
+    overall = figures(Totals.of_rows(rows))
+    # The last column is the bound. Where all lines say the same, one caption says it for all.
+    same_bound = len({line[-1] for line in body} - {MISSING}) <= 1
+    shown = len(COLUMNS) - 1 if same_bound else len(COLUMNS)
     table = Table(
         title="Attention verdicts by layer and head (margins in bits)",
+        caption=f"bound used: {overall[-1]}" if same_bound else None,
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         show_footer=len(rows) > 1,
     )
-    footer = ["all", "", *figures(Totals.of_rows(rows))]
-    for name, total in zip(COLUMNS, footer, strict=True):
+    for name, total in zip(COLUMNS[:shown], ["all", "", *overall], strict=False):
         table.add_column(
             name,
             footer=_plain(total),
@@ -54,8 +58,8 @@ def verdict_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             no_wrap=name in ("layer", "head"),
             overflow="fold",
         )
-    for line in lines(rows, condense=condense):
-        table.add_row(*(_plain(cell) for cell in line))
+    for line in body:
+        table.add_row(*(_plain(cell) for cell in line[:shown]))
     return table
 
 

@@ -25,7 +25,7 @@ ROWS_SHOWN_SINGLY = 64
 COLUMNS = ("layer", "head", *VERDICTS, "margin", "error", "bound used")
 TEXT_COLUMNS = ("layer", "head", "bound used")
 
-_MISSING = "-"
+MISSING = "-"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _number(value: Any) -> float | None:
 
 def _percent(part: int, whole: int) -> str:
     if not whole:
-        return _MISSING
+        return MISSING
     percent = 100.0 * part / whole
     if 0 < part < whole:
         percent = min(max(percent, 0.1), 99.9)
@@ -99,17 +99,15 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _bound_text(bound_used: Mapping[str, int]) -> str:
-    used = [(name, count) for name, count in bound_used.items() if count and name != "none"]
-    used.sort(key=lambda item: -item[1])
-    if len(used) <= 1:
-        return used[0][0] if used else _MISSING
-    return ", ".join(f"{name} ({count})" for name, count in used)
+    """Names of the bounds that certified, the most frequent first."""
+    used = [(-count, name) for name, count in bound_used.items() if count and name != "none"]
+    return ", ".join(name for _, name in sorted(used)) or MISSING
 
 
 def figures(totals: Totals) -> list[str]:
     """The cells of ``COLUMNS`` after layer and head."""
-    margin = _MISSING if totals.margin is None else f"{totals.margin:.1f}"
-    error = _MISSING if totals.error is None else f"{totals.error:.1e}"
+    margin = MISSING if totals.margin is None else f"{totals.margin:.1f}"
+    error = MISSING if totals.error is None else f"{totals.error:.1e}"
     return [*totals.shares(), margin, error, _bound_text(totals.bound_used)]
 
 
@@ -135,6 +133,6 @@ def lines(rows: Sequence[Mapping[str, Any]], *, condense: bool) -> list[list[str
     result = []
     for layer, heads in by_layer(rows).items():
         worst = min(heads, key=_severity)
-        name = f"{len(heads)} (worst: {worst['head']})"
+        name = f"{len(heads)}, worst {worst['head']}"
         result.append([layer, name, *figures(Totals.of_rows(heads))])
     return result
