@@ -17,6 +17,7 @@ from certify.files import write_atomically
 from certify.theorem import VERDICTS
 from certify.totals import (
     COLUMNS,
+    MISSING,
     ROWS_SHOWN_SINGLY,
     TEXT_COLUMNS,
     Totals,
