@@ -60,8 +60,8 @@ class Certificate:
         gap: float32 [B, H, S_q], bits: S - L, upper minus lower bound on the row's log-sum-exp; inf
             where an input is not finite.
         budget: float32 [B, H, S_q], bits that the theorem allows; -inf where nothing can be proved.
-        bound_used: int8 [B, H, num_q_blocks], code into ``BOUND_NAMES``: the bound of the row with
-            the smallest margin; 0 ("none") where the block is not certified.
+        bound_used: int8 [B, H, num_q_blocks], code into ``BOUND_NAMES``: the bound behind the row
+            with the largest gap, certified or not; 0 ("none") where no key is visible.
         tolerance: the error_bound that was asked for.
         block_q: rows of a query block.
 
@@ -95,7 +95,9 @@ class Certificate:
     @property
     def margin(self) -> Float32:
         """float32 [B, H, S_q], bits: budget - gap; -inf where nothing can be proved."""
-        return _margin(self.gap, self.budget)
+        known = np.isfinite(self.gap) & np.isfinite(self.budget)
+        room = self.budget - np.where(known, self.gap, 0.0)
+        return np.where(known, room, -np.inf).astype(np.float32)
 
     def to_json(self) -> str:
         """One JSON object; arrays as base64 of little-endian bytes, so that nothing is lost."""
@@ -144,11 +146,6 @@ def _decode(name: str, entry: dict[str, Any]) -> npt.NDArray[Any]:
     if entry["dtype"] != dtype.name or len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"text: {name} does not hold a {dtype.name} array of shape {shape}.")
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
-
-
-def _margin(gap: Float32, budget: Float32) -> Float32:
-    known = np.isfinite(gap) & np.isfinite(budget)
-    return np.where(known, budget - np.where(known, gap, 0.0), -np.inf).astype(np.float32)
 
 
 def certify(
@@ -252,11 +249,10 @@ class _Rows:
         query_length = self.certified.shape[2]
         starts = np.arange(0, query_length, block_q)
         certified = np.logical_and.reduceat(self.certified, starts, axis=2)
-        margin = _margin(self.gap, self.budget)
         used = np.zeros(certified.shape, np.int8)
         for block, start in enumerate(starts):
             span = slice(start, start + block_q)
-            worst = np.argmin(margin[..., span], axis=2, keepdims=True)
+            worst = np.argmax(self.gap[..., span], axis=2, keepdims=True)
             used[..., block] = np.take_along_axis(self.code[..., span], worst, axis=2)[..., 0]
         return Certificate(
             certified=certified,
@@ -264,7 +260,7 @@ class _Rows:
             error_bound=self.error_bound,
             gap=self.gap,
             budget=self.budget,
-            bound_used=np.where(certified, used, 0).astype(np.int8),
+            bound_used=used,
             tolerance=tolerance,
             block_q=block_q,
         )

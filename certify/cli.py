@@ -103,7 +103,7 @@ def audit_rows(certificate: Certificate) -> list[dict[str, Any]]:
     for element, head in np.ndindex(batch, heads):
         index = (element, head)
         certified = int(certificate.certified[index].sum())
-        codes = certificate.bound_used[index][certificate.certified[index]]
+        codes = certificate.bound_used[index]
         worst = int(np.argmin(margin[index]))
         rows.append(
             {
