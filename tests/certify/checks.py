@@ -14,9 +14,9 @@ import numpy as np
 import certify
 from certify import arithmetic, bounds, keys, theorem
 from certify.arithmetic import BFLOAT16, FLOAT32
-from certify.formats import Float32
+from certify.formats import Float32, split_bfloat16
 from tests.certify import emulator, families
-from tests.certify.emulator import CUT_OFFS_ONLY, ORDERS, Float64, Machine, Result
+from tests.certify.emulator import CUT_OFFS_ONLY, ORDERS, Float64, Machine, Result, as_float32
 from tests.certify.families import FAMILIES, SCALE, as_dtype, call_arrays
 from tests.certify.theorem_cases import MACHINES, TOLERANCES, Rows, draw_rows, limits_of
 
@@ -27,7 +27,7 @@ ALLOWED = 1.0 + 1e-9
 def log_sum_edges(rows: Rows) -> tuple[Float32, Float32]:
     """L and S in float32 around the exact log-sum-exp."""
     exact = rows.log_sum
-    lower, upper = np.float32(exact), np.float32(exact)
+    lower = upper = exact.astype(np.float32)
     lower = np.where(lower > exact, np.nextafter(lower, np.float32(-np.inf)), lower)
     upper = np.where(upper < exact, np.nextafter(upper, np.float32(np.inf)), upper)
     return lower, upper
@@ -35,7 +35,7 @@ def log_sum_edges(rows: Rows) -> tuple[Float32, Float32]:
 
 def grid_below(stabilizer: Float64) -> Float32:
     """float32 stabilizers, never above what was asked for."""
-    rounded = np.float32(stabilizer)
+    rounded = stabilizer.astype(np.float32)
     return np.where(rounded > stabilizer, np.nextafter(rounded, np.float32(-np.inf)), rounded)
 
 
@@ -134,12 +134,10 @@ def check_upper_edge() -> None:
             value = np.exp2(log2_value) * rng.choice([-1.0, 1.0], (50, num_keys, 2))
             value = np.abs(value) if num_keys == 7 else value
             limits = limits_of(value, 2.0**-12, BFLOAT16)
-            logits = np.float32(rng.normal(0.0, 0.01, (50, num_keys))).astype(np.float64)
+            logits = as_float32(rng.normal(0.0, 0.01, (50, num_keys)))
             rows = Rows(logits, value, limits, 2.0**-12, BFLOAT16)
-            stabilizer = np.float32(rows.log_sum - np.asarray(limits.upper_room, np.float64))
-            result = emulator.attend(
-                logits, value, stabilizer.astype(np.float64), CUT_OFFS_ONLY, "sequential"
-            )
+            stabilizer = as_float32(rows.log_sum - np.asarray(limits.upper_room, np.float64))
+            result = emulator.attend(logits, value, stabilizer, CUT_OFFS_ONLY, "sequential")
             assert np.all(result.finite), f"overflow at max|v| = 2^{log2_value}"
             assert np.all(np.asarray(result.row_sum) <= 2.0**125.01), "the row sum exceeds 2^125"
 
@@ -178,10 +176,8 @@ def after_loop_ratio(rng: np.random.Generator, rounds: int, rows: int) -> tuple[
             rng.normal(0.0, 2.0, rows),
         )
         edge = np.where(np.isfinite(edge), edge, exact) + noise
-        stabilizer = np.float32(edge)
-        result = emulator.attend(
-            case.logits, case.value, stabilizer.astype(np.float64), machine, ORDERS[index % 4]
-        )
+        stabilizer = as_float32(edge)
+        result = emulator.attend(case.logits, case.value, stabilizer, machine, ORDERS[index % 4])
         passes = accepted(result, case.limits)
         row_sum = result.row_sum.astype(np.float32)
         error = theorem.error_from_row_sum(row_sum, case.limits, xp=np)
@@ -479,6 +475,30 @@ def check_moved_center() -> None:
         row = keys.bound_rows(query, summary, dtype="float32", scale=SCALE, bounds=bound)
         exact = emulator.log_sum_exp(kernel_logits(kernel_query(query, "float32"), key, "exact"))
         assert np.all(row.upper >= exact), f"S is too low by {np.max(exact - row.upper)}: {bound}"
+
+
+def check_error_of_the_mean() -> None:
+    """The mean may be as wrong as float32 sums in the worst order are, and L must allow for it."""
+    num_keys, dim = 1000, 4
+    key = np.ones((num_keys, dim), np.float32)
+    wrong = np.float32(0.4 * num_keys * 2.0**-24)
+    summary = bounds.summarize_keys(
+        block_mean=np.ones((1, dim), np.float32) + wrong,
+        block_count=np.full(1, num_keys, np.float32),
+        radius_squared=np.full(1, dim * wrong**2, np.float32),
+        spread_squared=np.full(1, dim * wrong**2, np.float32),
+        sentinels=key[:3],
+        membership=np.ones((1, 3), np.float32),
+        keys_per_block=num_keys,
+        kernel=BFLOAT16,
+        split=split_bfloat16,
+        matmul=np.matmul,
+        xp=np,
+    )
+    center = (summary.high + summary.low)[3:].astype(np.float64)
+    error = np.linalg.norm(center - 1.0, axis=1)
+    assert np.all(error > 1e-6), "the mean is not wrong"
+    assert np.all(summary.reach_down[3:] >= error), "L does not allow for the error of the mean"
 
 
 def check_evaluation_slack() -> None:

@@ -21,6 +21,11 @@ LARGEST = 2.0**128
 ORDERS = ("sequential", "reversed", "eight", "tree")
 
 
+def as_float32(numbers: Any) -> Float64:
+    """The nearest float32 numbers, held in float64."""
+    return np.asarray(numbers, np.float32).astype(np.float64)
+
+
 def cut(numbers: Any) -> Float64:
     """Flush to zero below 2^-126, overflow to infinity from 2^128 on."""
     numbers = np.asarray(numbers, np.float64)
@@ -122,9 +127,10 @@ def _products(probability: Float64, value: Float64, machine: Machine) -> tuple[F
     if machine.single is not _exactly:
         return np.concatenate(products, axis=1), np.zeros(1)
     # Omitted passes are rounding, not range: a machine of cut-offs only gets them for free.
-    omitted = sum(left[i][..., None] * right[j] for i, j in ((1, 2), (2, 1), (2, 2)))
-    rest = sum(np.where(np.abs(r) >= SMALLEST, r, 0.0) for r in (probability - sum(left),))
-    omitted = omitted + rest[..., None] * value
+    rest = probability - left[0] - left[1] - left[2]
+    omitted = np.where(np.abs(rest) >= SMALLEST, rest, 0.0)[..., None] * value
+    for i, j in ((1, 2), (2, 1), (2, 2)):
+        omitted = omitted + left[i][..., None] * right[j]
     return np.concatenate(products, axis=1), np.sum(omitted, axis=1)
 
 

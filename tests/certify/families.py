@@ -61,7 +61,7 @@ def sink(side: str, bits: float = 500.0, count: int = 1) -> Family:
         sign = {"aligned": 1.0, "anti": -1.0, "mixed": 0.0}[side]
         signs = np.full(rows, sign) if sign else rng.choice([-1.0, 1.0], rows)
         strength = signs * rng.uniform(0.8, 1.2, rows) * math.sqrt(dim) / 4.0
-        query = query + strength[:, None] * direction
+        query += (strength[:, None] * direction).astype(np.float32)
         where = rng.choice(keys, min(count, keys), replace=False)
         key[where] += np.float32(bits * 4.0 / math.sqrt(dim)) * direction
         value[where] *= np.float32(0.01)
@@ -96,7 +96,7 @@ def orthogonal_outliers(rng: np.random.Generator, rows: int, keys: int, dim: int
     """Two opposite keys of norm 300 orthogonal to every query, values of 0.02 (field case 14)."""
     query = rng.standard_normal((rows, dim))
     query[:, 0] = 0.0
-    query *= 0.69 / np.linalg.norm(query, axis=1, keepdims=True)
+    query *= 0.7 / np.linalg.norm(query, axis=1, keepdims=True)
     key = rng.standard_normal((keys, dim))
     key *= 0.2 / np.linalg.norm(key, axis=1, keepdims=True)
     where = rng.choice(keys, min(2, keys), replace=False)
@@ -132,9 +132,10 @@ def opposite(bits: float) -> Family:
 
 
 def two_runs(rng: np.random.Generator, rows: int, keys: int, dim: int) -> Head:
-    """Runs of 256 equal keys at two opposite points: blocks without radius, far from the ball."""
+    """Runs of equal keys at two opposite points: blocks without radius, far from the ball."""
     direction = _unit(rng, dim)
-    side = np.where(np.arange(keys) // 256 % 2, 10.0, -10.0)
+    run = 1024 if keys >= 2048 else 256
+    side = np.where(np.arange(keys) // run % 2, 30.0, -30.0)
     query = rng.uniform(5.0, 10.0, rows)[:, None] * direction
     return _float32(query, side[:, None] * direction, rng.standard_normal((keys, dim)))
 
@@ -144,7 +145,7 @@ def identical_beside_a_sink(rng: np.random.Generator, rows: int, keys: int, dim:
     query = np.zeros((rows, dim))
     query[:, 0] = rng.uniform(20.0, 40.0, rows)
     key = np.tile(rng.uniform(0.2, 0.4, dim) * rng.choice([-1.0, 1.0]), (keys, 1))
-    key[int(rng.integers(keys)), 0] = -(10.0 ** rng.uniform(6.0, 8.0))
+    key[int(rng.integers(keys)), 0] = -(10.0 ** rng.uniform(5.5, 7.0))
     return _float32(query, key, rng.standard_normal((keys, dim)))
 
 
@@ -234,7 +235,8 @@ def as_dtype(array: Float32, dtype: str) -> FloatArray:
     if dtype == "bfloat16":
         return FloatArray(truncate_to_bfloat16(array), dtype)
     if dtype == "float16":
-        return FloatArray(array.astype(np.float16).astype(np.float32), dtype)
+        within = np.clip(array, -6e4, 6e4)
+        return FloatArray(within.astype(np.float16).astype(np.float32), dtype)
     return FloatArray(array, dtype)
 
 

@@ -13,6 +13,7 @@ from tests.certify.emulator import (
     SIX_PASSES,
     Float64,
     Machine,
+    as_float32,
     log_sum_exp,
 )
 
@@ -65,14 +66,16 @@ def draw_rows(
     sign = rng.choice([-1.0, 1.0], (rows, keys, channels))
     hurting = rng.uniform(size=rows) < 0.5
     sign = np.where(hurting[:, None, None], np.where(carrying, 1.0, -1.0)[..., None], sign)
-    value = np.float32(scale[:, None, None] * size * sign).astype(np.float64)
+    value = as_float32(scale[:, None, None] * size * sign)
     limits = limits_of(value, tolerance, kernel)
     # Where the lower side allows it, the carrying logits lie that far below the stabilizer at 0.
     depth = np.asarray(limits.lower_room, np.float64)
-    slot = rng.choice([0.0, 1.0], (rows, keys)) * np.log2(np.max(np.abs(value), axis=2))
+    by_product = rng.choice([0.0, 1.0], (rows, keys))
+    by_product[::2] = by_product[::2, :1]
+    slot = by_product * np.log2(np.max(np.abs(value), axis=2))
     slot = np.where(kernel.product_flushes > 1, slot + rng.choice([0.0, 8.0], (rows, keys)), slot)
     edge = -126.0 - slot + rng.choice([-0.3, -0.02, -1e-3, 1e-3], (rows, 1))
     edge = edge + rng.normal(0.0, 1.0, (rows, keys)) * rng.choice([0.0, 1.0], rows)[:, None]
     logits = np.where(carrying, -depth[:, None], np.minimum(edge, -depth[:, None]))
     shift = np.rint(rng.normal(0.0, 100.0, rows))[:, None]
-    return Rows(np.float32(logits + shift).astype(np.float64), value, limits, tolerance, kernel)
+    return Rows(as_float32(logits + shift), value, limits, tolerance, kernel)
