@@ -1,4 +1,4 @@
-"""What the scripts' command lines share: one-line errors with exit code 2, and the consoles."""
+"""What the scripts' command lines share: one-line errors with exit code 2, and the console."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-console = Console()
-error_console = Console(stderr=True)
+# A log file or a pipe has no width; 80 columns would cut the tables' headings.
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -35,7 +35,7 @@ def run(app: typer.Typer) -> NoReturn:
         print("interrupted; nothing was written", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     except Exception as error:
-        # typer has vendored click since 0.2x: its errors are known by their method, not by one class.
+        # Newer versions of typer vendor click: its errors are known by their method, not a class.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise

@@ -1,7 +1,7 @@
 """Generate a video with a Wan checkpoint in diffusers on PyTorch/XLA, with certified attention.
 
-Example:  python scripts/generate_wan.py --model build/tiny-wan --prompt "a cat" --height 64 --width 64 \\
-              --num-frames 9 --steps 4 --output video.mp4
+Example:  python scripts/generate_wan.py --model build/tiny-wan --prompt "a cat" --height 64 \\
+              --width 64 --num-frames 9 --steps 4 --output video.mp4
 """
 
 from __future__ import annotations
@@ -122,10 +122,8 @@ def write_outputs(request: Request, result: Result, rows: list[dict[str, Any]]) 
 
 
 def print_summary(request: Request, result: Result) -> None:
-    for name, processor in result.processors.items():
-        if len(result.processors) > 1:
-            console.print(f"certificates of {name}")
-        console.print(processor.summary())
+    if result.processor is not None:
+        console.print(result.processor.summary())
     warm = [step.seconds for step in result.steps if not step.compilations]
     per_step = f"{sum(warm) / len(warm):.2f} s per step" if warm else "one step"
     compilations = ", ".join(str(step.compilations) for step in result.steps)
@@ -138,7 +136,9 @@ def print_summary(request: Request, result: Result) -> None:
 def main(
     model: Annotated[str, typer.Option(help="Directory of a Wan checkpoint, or its hub id.")],
     prompt: Annotated[str, typer.Option(help="What the video shows.")],
-    output: Annotated[Path, typer.Option(help="The video (.mp4); a .png and a .json go beside it.")],
+    output: Annotated[
+        Path, typer.Option(help="The video (.mp4); a .png and a .json go beside it.")
+    ],
     negative_prompt: Annotated[str, typer.Option(help="What it must not show.")] = "",
     height: Annotated[int, typer.Option(help="Pixels, a multiple of 16.")] = Request.height,
     width: Annotated[int, typer.Option(help="Pixels, a multiple of 16.")] = Request.width,
@@ -153,8 +153,8 @@ def main(
     attention: Annotated[
         str,
         typer.Option(
-            help=f"One of {', '.join(ATTENTIONS)}; the last is native attention computed in float32, "
-            "a yardstick for rounding."
+            help=f"One of {', '.join(ATTENTIONS)}; the last accumulates native attention in "
+            "bfloat16 too, a yardstick for rounding."
         ),
     ] = Request.attention,
     report: Annotated[Path | None, typer.Option(help="HTML report of the certificates.")] = None,
@@ -165,7 +165,7 @@ def main(
         Path | None, typer.Option(help="Directory that keeps compiled programs for the next run.")
     ] = None,
 ) -> None:
-    """Generate a video with Wan on PyTorch/XLA (TPU, or CPU where there is none), with certified attention.
+    """Generate a video with Wan and certified attention on PyTorch/XLA (TPU; CPU without one).
 
     Example: python scripts/generate_wan.py --model build/tiny-wan --prompt "a cat"
     --height 64 --width 64 --num-frames 9 --steps 4 --output video.mp4
@@ -188,11 +188,11 @@ def main(
         latents=latents,
         compile_cache=compile_cache,
     )
+    runtime.check_installed()
     root = checkpoint.find(request)
     result = generate_with_progress(root, request)
-    from wan_video.attention import certificate_rows
-
-    write_outputs(request, result, certificate_rows(result.processors))
+    rows = [] if result.processor is None else result.processor.totals()
+    write_outputs(request, result, rows)
     print_summary(request, result)
 
 

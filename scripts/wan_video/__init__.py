@@ -1,1 +1,1 @@
-"""The parts of `generate_wan.py`: what is asked, loading, denoising on PyTorch/XLA, decoding, writing."""
+"""The parts of `generate_wan.py`: request, checkpoint, denoising on PyTorch/XLA, outputs."""

@@ -3,60 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from wan_video.request import CERTIFIED_ATTENTIONS
 
 
-class Float32Attention(TorchFunctionMode):
-    """Runs `torch.nn.functional.scaled_dot_product_attention` in float32 and casts the result back.
+def install(attention: str, experts: dict[str, Any]) -> Any | None:
+    """Set one CLiSProcessor on all experts and return it; None for native attention.
 
-    A yardstick: it differs from plain native attention by the dtype of accumulation and by nothing else.
+    Layers of the second expert carry its name.
     """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        dtype = (args[0] if args else kwargs["query"]).dtype
-
-        def widen(value: Any) -> Any:
-            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.float() if floating else value
-
-        wide = {name: widen(value) for name, value in kwargs.items()}
-        return func(*map(widen, args), **wide).to(dtype)
-
-
-def install(attention: str, experts: dict[str, Any]) -> dict[str, Any]:
-    """Set the processors of each expert; the CLiS processors by expert's name, none for native attention."""
     if attention not in CERTIFIED_ATTENTIONS:
-        return {}
+        return None
     from torch_clis import CLiSProcessor
 
-    processors = {}
+    processor = CLiSProcessor(path="auto" if attention == "clis" else "online")
     for name, transformer in experts.items():
-        processor = CLiSProcessor(path="auto" if attention == "clis" else "online")
         transformer.set_attn_processor(processor)
-        processor.name_layers(transformer)
-        processors[name] = processor
-    return processors
+        processor.name_layers(transformer, prefix="" if name == "transformer" else f"{name}.")
+    return processor
 
 
-def context(attention: str) -> contextlib.AbstractContextManager[Any]:
-    """What must be active while the transformers run."""
-    return Float32Attention() if attention == "native-float32" else contextlib.nullcontext()
+@contextlib.contextmanager
+def context(attention: str) -> Iterator[None]:
+    """What must hold while the transformers run.
 
-
-def certificate_rows(processors: dict[str, Any]) -> list[dict[str, Any]]:
-    """The totals of all processors; layers of the second expert carry its name."""
-    rows = []
-    for name, processor in processors.items():
-        prefix = "" if name == "transformer" else f"{name}."
-        rows += [{**row, "layer": f"{prefix}{row['layer']}"} for row in processor.totals()]
-    return rows
+    torch widens bfloat16 to float32 inside its attention. `native-bfloat16` forbids that: a
+    yardstick, which differs from `native` by the dtype of accumulation and by nothing else.
+    """
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(attention == "native-bfloat16")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)

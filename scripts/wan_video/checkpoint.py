@@ -1,4 +1,4 @@
-"""Is this a Wan text-to-video checkpoint? Answered from its JSON files, before any weight is read."""
+"""Is this a Wan text-to-video checkpoint? Its JSON files tell, before any weight is read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
 def find(request: Request) -> Path:
-    """The checkpoint's directory, with its JSON files checked; a hub id is downloaded after the check.
+    """The directory of a checked checkpoint; one on the hub is downloaded after the check.
 
     Raises:
-        UserError: not a Wan text-to-video pipeline, not reachable, or a size that its VAE cannot divide.
+        UserError: not a Wan text-to-video pipeline, not reachable, or a size that it cannot divide.
     """
     if not request.is_hub_id:
         root = Path(request.model).expanduser()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ MAX_PROMPT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Step:
-    """One denoising step: wall-clock seconds, of which compiling took `compile_seconds`, and counts."""
+    """One denoising step: wall-clock seconds, `compile_seconds` of them compiling, and counts."""
 
     expert: str
     seconds: float
@@ -36,27 +37,39 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """`frames` uint8 [F, H, W, 3]; `latents` float32 [1, C, F', H/8, W/8] as the scheduler left them."""
+    """`frames` uint8 [F, H, W, 3]; `latents` float32 [1, C, F', H/8, W/8], not denormalised.
+
+    `seconds` per stage; `processor` holds the certificates, None for native attention.
+    """
 
     frames: np.ndarray
     latents: torch.Tensor
     steps: tuple[Step, ...]
     seconds: dict[str, float]
-    processors: dict[str, Any]
+    processor: Any | None
 
 
 def load(root: Path, dtype: str) -> WanPipeline:
-    """The pipeline on the host. Loading with a dtype, unlike casting afterwards, leaves RoPE tables in float32."""
+    """The pipeline on the host.
+
+    Loading with a dtype, unlike casting afterwards, leaves the RoPE tables in float32.
+    """
     dtypes = {"default": getattr(torch, dtype), "vae": torch.float32}
-    return WanPipeline.from_pretrained(
-        root, torch_dtype=dtypes, use_safetensors=True, local_files_only=True
-    )
+    with warnings.catch_warnings():
+        # diffusers 0.42 renamed the argument; 0.41 (Python 3.10) knows the old name only.
+        warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
+        return WanPipeline.from_pretrained(
+            root, torch_dtype=dtypes, use_safetensors=True, local_files_only=True
+        )
 
 
 def generate(
     pipeline: WanPipeline, request: Request, on_step: Callable[[int, Step], None]
 ) -> Result:
-    """Run all stages. The text encoder and the VAE stay on the host: XLA cannot trace the VAE's caching decoder."""
+    """Run all stages.
+
+    Text encoder and VAE stay on the host: XLA cannot trace the VAE's caching decoder.
+    """
     seconds = {}
     begin = time.perf_counter()
     prompt_embeds, negative_embeds = encode(pipeline, request)
@@ -65,7 +78,7 @@ def generate(
     begin = time.perf_counter()
     vae = pipeline.vae
     experts = move_experts(pipeline)
-    processors = attention.install(request.attention, experts)
+    processor = attention.install(request.attention, experts)
     seconds["move_to_device"] = time.perf_counter() - begin
 
     begin = time.perf_counter()
@@ -75,12 +88,10 @@ def generate(
     begin = time.perf_counter()
     frames = decode(vae, pipeline.video_processor, latents)
     seconds["decode"] = time.perf_counter() - begin
-    return Result(frames, latents, steps, seconds, processors)
+    return Result(frames, latents, steps, seconds, processor)
 
 
-def encode(
-    pipeline: WanPipeline, request: Request
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def encode(pipeline: WanPipeline, request: Request) -> tuple[torch.Tensor, torch.Tensor | None]:
     with torch.no_grad():
         return pipeline.encode_prompt(
             prompt=request.prompt,
@@ -93,7 +104,7 @@ def encode(
 
 
 def move_experts(pipeline: WanPipeline) -> dict[str, torch.nn.Module]:
-    """The transformers on the XLA device, everything else let go, so that the pipeline works there."""
+    """The transformers on the XLA device, the rest let go, so that the pipeline works there."""
     device = torch_xla.device()
     pipeline.text_encoder = None
     pipeline.vae = None

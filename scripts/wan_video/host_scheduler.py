@@ -1,9 +1,10 @@
 """A diffusers scheduler kept on the host, so that no step of it is traced or compiled by XLA.
 
-Left on the device, a scheduler's coefficients enter the graph as constants (a new program every step), its order
-warm-up changes the graph, slicing its timestep tensor makes one graph per step, and the two-expert pipeline's
-`t >= boundary` waits for the device. On the host none of this exists: the price is one transfer of the model output
-per denoising step, and the arithmetic is float32 whatever the model's dtype.
+Left on the device, a scheduler's coefficients enter the graph as constants (a new program every
+step), its order warm-up changes the graph, slicing its timestep tensor makes one graph per step,
+and the two-expert pipeline's `t >= boundary` waits for the device. On the host none of this
+exists: the price is one transfer of the model output per denoising step, and the arithmetic is
+float32 whatever the model's dtype.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class HostTimestep:
 class HostScheduler:
     """Wraps a scheduler for a pipeline whose transformer lives on an XLA device.
 
-    It offers what a diffusers pipeline uses: `set_timesteps`, `timesteps`, `sigmas`, `order`, `config`,
-    `set_begin_index`, `step`. The wrapped scheduler sees float32 host tensors only.
+    It offers what a diffusers pipeline uses: `set_timesteps`, `timesteps`, `sigmas`, `order`,
+    `config`, `set_begin_index`, `step`. The wrapped scheduler sees float32 host tensors only.
     """
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
@@ -64,7 +65,7 @@ class HostScheduler:
         self.timesteps = tuple(HostTimestep(t, self._device) for t in self._scheduler.timesteps)
 
     def set_begin_index(self, begin_index: int = 0) -> None:
-        """The pipeline calls this last before the loop: what it prepared runs now, not inside step 1's program."""
+        """The pipeline's last call before its loop: run what it prepared, apart from step 1."""
         self._scheduler.set_begin_index(begin_index)
         torch_xla.sync()
 
@@ -77,8 +78,9 @@ class HostScheduler:
     ) -> tuple[torch.Tensor]:
         """One step, `sample` and the result [B, C, F, H, W] float32 on the device.
 
-        Everything pending is run as one program first. Reading the model output alone would leave the rest of the
-        graph (totals of the certificates) to run the whole transformer again at the next sync.
+        Everything pending is run as one program first. Reading the model output alone would leave
+        the rest of the graph (totals of the certificates) to run the whole transformer again at
+        the next sync.
         """
         torch_xla.sync()
         known = sample is self._device_sample and self._host_sample is not None

@@ -16,7 +16,8 @@ import numpy as np
 SHEET_COLUMNS = 4
 SHEET_FRAMES = 12
 SHEET_TILE_WIDTH = 320
-SHEET_LABEL_HEIGHT = 22
+SHEET_LABEL_HEIGHT = 28
+SHEET_FONT_SIZE = 18
 
 
 class Staging:
@@ -68,7 +69,7 @@ def write_video(path: Path, frames: np.ndarray, fps: int) -> None:
 
 def write_contact_sheet(path: Path, frames: np.ndarray, fps: int, title: str) -> None:
     """A PNG of evenly spaced frames [F, H, W, 3], each labelled with its number and time."""
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
     chosen = np.unique(np.linspace(0, len(frames) - 1, SHEET_FRAMES).round().astype(int))
     columns = min(SHEET_COLUMNS, len(chosen))
@@ -78,11 +79,13 @@ def write_contact_sheet(path: Path, frames: np.ndarray, fps: int, title: str) ->
     cell = height + SHEET_LABEL_HEIGHT
     sheet = Image.new("RGB", (columns * width, rows * cell + SHEET_LABEL_HEIGHT), "white")
     draw = ImageDraw.Draw(sheet)
-    draw.text((6, 4), title, fill="black")
+    font = ImageFont.load_default(size=SHEET_FONT_SIZE)
+    draw.text((6, 4), title, fill="black", font=font)
     for position, index in enumerate(chosen):
         left = position % columns * width
         top = SHEET_LABEL_HEIGHT + position // columns * cell
-        draw.text((left + 6, top + 4), f"frame {index}, {index / fps:.2f} s", fill="black")
+        label = f"frame {index}, {index / fps:.2f} s"
+        draw.text((left + 6, top + 4), label, fill="black", font=font)
         tile = Image.fromarray(frames[index]).resize((width, height), Image.Resampling.LANCZOS)
         sheet.paste(tile, (left, top + SHEET_LABEL_HEIGHT))
     sheet.save(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from command_line import UserError
 
-ATTENTIONS = ("clis", "online", "native", "native-float32")
+ATTENTIONS = ("clis", "online", "native", "native-bfloat16")
 CERTIFIED_ATTENTIONS = ("clis", "online")
 DTYPES = ("bfloat16", "float32")
 SIZE_MULTIPLE = 16
@@ -74,6 +74,11 @@ class Request:
             )
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.attention == "native-bfloat16" and self.dtype != "bfloat16":
+            raise UserError(
+                f"--attention native-bfloat16 has no meaning with --dtype {self.dtype}; use "
+                "--attention native or --dtype bfloat16"
+            )
         if self.report is not None and self.attention not in CERTIFIED_ATTENTIONS:
             raise UserError(
                 f"--report needs certificates and --attention {self.attention} has none; "
@@ -115,9 +120,9 @@ class Request:
     def _check_model(self) -> None:
         if self.is_hub_id and not HUB_ID.fullmatch(self.model):
             raise UserError(
-                f"--model: there is no directory {self.model!r}; give a downloaded Wan checkpoint, a "
-                "hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers, or write a tiny one with "
-                "scripts/make_tiny_checkpoint.py"
+                f"--model: there is no directory {self.model!r}; give a downloaded Wan "
+                "checkpoint, a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers, or write a tiny "
+                "one with scripts/make_tiny_checkpoint.py"
             )
 
 
@@ -126,7 +131,9 @@ def check_multiple(name: str, value: int, multiple: int) -> None:
     if value < multiple or value % multiple:
         below = value // multiple * multiple
         nearest = " or ".join(str(size) for size in (below, below + multiple) if size > 0)
-        raise UserError(f"--{name} is {value}; it must be a multiple of {multiple}, such as {nearest}")
+        raise UserError(
+            f"--{name} is {value}; it must be a multiple of {multiple}, such as {nearest}"
+        )
 
 
 def check_writable(path: Path) -> None:

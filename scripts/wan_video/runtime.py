@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("torch-clis", "torch", "torch_xla", "jax", "jaxlib", "libtpu", "diffusers", "transformers")
+from command_line import UserError
+
+PACKAGES = (
+    "torch-clis",
+    "torch",
+    "torch_xla",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "diffusers",
+    "transformers",
+)
+MODULES = ("torch", "torch_xla", "jax", "diffusers", "transformers", "imageio", "torch_clis")
 # torch_xla names an operation that it runs on the host, outside XLA, by a counter of this prefix.
 FALLBACK_PREFIX = "aten::"
+
+
+def check_installed() -> None:
+    """Refuse early, and say how to install, where a package is missing.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"not installed here: {', '.join(missing)}; run bash scripts/demo.sh once and use "
+            ".venv/bin/python, or pip install -e '.[diffusers]'"
+        )
 
 
 def prepare_environment() -> None:
@@ -50,9 +77,9 @@ def versions() -> dict[str, str]:
 class Activity:
     """Running totals of torch_xla, or the difference of two of them.
 
-    `compilations` counts XLA programs compiled or taken from the persistent cache, `compile_seconds` their time;
-    `executions` counts runs of a program, `device_to_host` transfers of tensors to the host, and `fallbacks`
-    operations that XLA did not run.
+    `compilations` counts XLA programs compiled or taken from the persistent cache,
+    `compile_seconds` their time; `executions` counts runs of a program, `device_to_host` transfers
+    of tensors to the host, and `fallbacks` operations that XLA did not run.
     """
 
     compilations: int
