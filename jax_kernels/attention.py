@@ -113,7 +113,16 @@ def attention(
         ValueError: for shapes, dtypes, masks or settings that do not fit, naming the argument.
         NotImplementedError: for a promise.
     """
-    validate_call(query, key, value, path=path, scale=scale, promise=promise)
+    validate_call(
+        query,
+        key,
+        value,
+        path=path,
+        scale=scale,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+        promise=promise,
+    )
     masking = masking_from(query, key, segment_ids, key_lengths, attn_mask)
     blocks = block_sizes or choose_block_sizes(query.shape[1], key.shape[1])
     head_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
@@ -124,7 +133,7 @@ def attention(
         blocks=blocks,
         interpret=interpret,
     )
-    result = _differentiable(settings, query, key, value, masking)
+    result = _compiled(settings, query, key, value, masking)
     returned: list[Any] = [result.out]
     if return_lse:
         returned.append(result.lse)
@@ -208,6 +217,7 @@ def _backward(
 
 
 _differentiable.defvjp(_forward, _backward)
+_compiled = jax.jit(_differentiable, static_argnums=0)
 
 
 def _problem(settings: _Settings, query: jax.Array, key: jax.Array, *, interpret: bool) -> Problem:

@@ -41,12 +41,20 @@ def validate_shapes(query: Any, key: Any, value: Any) -> None:
 
 
 def validate_call(
-    query: Any, key: Any, value: Any, *, path: str, scale: float | None, promise: object
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    path: str,
+    scale: float | None,
+    window: int | None,
+    logits_soft_cap: float | None,
+    promise: object,
 ) -> None:
     """``validate_shapes`` and what only the kernels ask for.
 
     Raises:
-        ValueError: for a dtype, head size, path or scale that is not supported.
+        ValueError: for a dtype, head size, path, scale, window or soft cap that is not supported.
         NotImplementedError: for a promise.
     """
     validate_shapes(query, key, value)
@@ -63,6 +71,10 @@ def validate_call(
         raise ValueError(f"path: got {path!r}; choose one of {PATHS}.")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale: got {scale}; give a finite number or None for head_dim**-0.5.")
+    if window is not None and (not isinstance(window, int) or window < 0):
+        raise ValueError(f"window: got {window!r}; give a number of positions, 0 or more, or None.")
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap: got {logits_soft_cap}; give a positive number or None.")
     if promise is not None:
         raise NotImplementedError(
             "promise: certificates from weights are not supported yet; leave it at None, which "
