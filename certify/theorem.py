@@ -64,7 +64,8 @@ def limits(
 
     V = 0 is treated as V = 1: the output is exactly 0 wherever the row sum is neither 0 nor
     infinite. A value_max that is NaN, infinite or too small for the tolerance (as subnormal ones
-    are) proves nothing.
+    are) proves nothing. What is proved is proved of the values as the machine reads them: hardware
+    that reads a subnormal number as 0 sees V = 0 there.
     """
     kappa = arithmetic.summation_factor(num_keys)
     above, below = 1.0 + arithmetic.COEFFICIENT_SLACK, 1.0 - arithmetic.COEFFICIENT_SLACK

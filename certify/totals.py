@@ -99,7 +99,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _bound_text(bound_used: Mapping[str, int]) -> str:
-    """Names of the bounds that certified, the most frequent first."""
+    """Names of the bounds behind the blocks, the most frequent first."""
     used = [(-count, name) for name, count in bound_used.items() if count and name != "none"]
     return ", ".join(name for _, name in sorted(used)) or MISSING
 

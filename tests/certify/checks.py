@@ -478,27 +478,46 @@ def check_moved_center() -> None:
 
 
 def check_error_of_the_mean() -> None:
-    """The mean may be as wrong as float32 sums in the worst order are, and L must allow for it."""
+    """The mean may be as wrong as float32 sums in the worst order are, and L must allow for it.
+
+    Once all keys are equal, once they are opposite, so that their size does not show in the mean.
+    """
     num_keys, dim = 1000, 4
-    key = np.ones((num_keys, dim), np.float32)
     wrong = np.float32(0.4 * num_keys * 2.0**-24)
-    summary = bounds.summarize_keys(
-        block_mean=np.ones((1, dim), np.float32) + wrong,
-        block_count=np.full(1, num_keys, np.float32),
-        radius_squared=np.full(1, dim * wrong**2, np.float32),
-        spread_squared=np.full(1, dim * wrong**2, np.float32),
-        sentinels=key[:3],
-        membership=np.ones((1, 3), np.float32),
-        keys_per_block=num_keys,
-        kernel=BFLOAT16,
-        split=split_bfloat16,
-        matmul=np.matmul,
-        xp=np,
-    )
-    center = (summary.high + summary.low)[3:].astype(np.float64)
-    error = np.linalg.norm(center - 1.0, axis=1)
-    assert np.all(error > 1e-6), "the mean is not wrong"
-    assert np.all(summary.reach_down[3:] >= error), "L does not allow for the error of the mean"
+    for mean, spread in ((1.0, dim * wrong**2), (0.0, dim * 1.0)):
+        summary = bounds.summarize_keys(
+            block_mean=np.full((1, dim), mean, np.float32) + wrong,
+            block_count=np.full(1, num_keys, np.float32),
+            radius_squared=np.full(1, spread, np.float32),
+            spread_squared=np.full(1, spread, np.float32),
+            sentinels=np.full((3, dim), mean, np.float32),
+            membership=np.ones((1, 3), np.float32),
+            keys_per_block=num_keys,
+            kernel=BFLOAT16,
+            split=split_bfloat16,
+            matmul=np.matmul,
+            xp=np,
+        )
+        center = (summary.high + summary.low)[3:].astype(np.float64)
+        error = np.linalg.norm(center - mean, axis=1)
+        assert np.all(error > 1e-6), "the mean is not wrong"
+        assert np.all(summary.reach_down[3:] >= error), "L does not allow for the error of the mean"
+
+
+def check_center_is_rounded() -> None:
+    """A mean of bfloat16 keys needs more bits than its two halves have; L allows for the rest."""
+    rng = np.random.default_rng(25)
+    for block in (1, 3):
+        for _ in range(200):
+            key = as_dtype(rng.uniform(1.0, 2.0, (3, 1)).astype(np.float32), "bfloat16").values
+            rows = keys.key_summary(key, "bfloat16", sentinels=False, statistics_block=block).rows
+            exact = np.mean(key.astype(np.float64)) if block == 3 else key.astype(np.float64)[:, 0]
+            center = (rows.high + rows.low)[:, 0].astype(np.float64)
+            error = (
+                np.abs(center[:-1] - exact),
+                np.abs(center[-1:] - np.mean(key, dtype=np.float64)),
+            )
+            assert np.all(rows.reach_down >= np.concatenate(error)), "the center is rounded"
 
 
 def check_evaluation_slack() -> None:

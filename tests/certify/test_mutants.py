@@ -259,6 +259,22 @@ MUTANTS = [
         "0.0 * mean_error",
         "error_of_the_mean",
     ),
+    summary(
+        "size of keys taken from their mean",
+        " + root_above(spread_squared, head_dim, xp=xp)",
+        "",
+        "error_of_the_mean",
+    ),
+    summary(
+        "no error of the ball's mean",
+        "xp.max(mean_error, axis=-1, keepdims=True)",
+        "0.0",
+        "error_of_the_mean",
+    ),
+    summary("centers are exact", " + norm(mean - center)", "", "center_is_rounded"),
+    summary(
+        "the ball's center is exact", "+ norm(ball_mean - ball_center)", "", "center_is_rounded"
+    ),
     summary("a count of keys is left out", "xp.log2(divisor)", "0.0 * divisor"),
     summary("a count of all keys is left out", "xp.log2(everything)", "0.0 * everything"),
     summary(
