@@ -13,8 +13,8 @@ import pytest
 import certify
 from certify.certificate import Certificate
 from tests.certify import emulator, families
-from tests.certify.checks import head_errors, kernel_logits, kernel_query
 from tests.certify.families import SCALE, call_arrays, draw
+from tests.certify.measures import head_errors, kernel_logits, kernel_query
 
 FIELDS = ("certified", "stabilizer", "error_bound", "gap", "budget", "bound_used")
 

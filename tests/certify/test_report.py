@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def many_rows() -> list[dict[str, Any]]:
 
 
 def printed(rows: list[dict[str, Any]], width: int = 120) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(verdict_table(rows))
     return console.export_text()
 

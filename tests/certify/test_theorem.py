@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from certify import arithmetic, theorem
 from certify.arithmetic import BFLOAT16, FLOAT32
 from tests.certify import emulator
-from tests.certify.checks import (
+from tests.certify.emulator import ORDERS, ROUNDED_BFLOAT16, ROUNDED_FLOAT32, Float64, as_float32
+from tests.certify.families import FAMILIES, draw
+from tests.certify.measures import (
     ALLOWED,
     accepted,
     after_loop_ratio,
@@ -23,8 +25,6 @@ from tests.certify.checks import (
     lower_edge_ratio,
     worst_ratio,
 )
-from tests.certify.emulator import ORDERS, ROUNDED_BFLOAT16, ROUNDED_FLOAT32, Float64, as_float32
-from tests.certify.families import FAMILIES, draw
 from tests.certify.theorem_cases import MACHINES, TOLERANCES, Rows, draw_rows, limits_of
 
 ROUNDED = {"bfloat16": (BFLOAT16, ROUNDED_BFLOAT16), "float32": (FLOAT32, ROUNDED_FLOAT32)}
@@ -69,7 +69,7 @@ def test_rounding_stays_within_its_own_bound(name: str) -> None:
             case, stabilizer, np.where(inside, total, np.inf), machine, ORDERS[index % 4]
         )
         worst = max(worst, ratio)
-    assert 0.2 < worst <= ALLOWED
+    assert (0.8 if name == "bfloat16" else 0.2) < worst <= ALLOWED
 
 
 def _moves(rng: np.random.Generator, case: Rows, stabilizer: Float64) -> tuple[Float64, Float64]:

@@ -1,0 +1,137 @@
+"""Checks of S and L: enclosure of the log-sum-exp and every slack."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import certify
+from certify import bounds, keys
+from certify.arithmetic import BFLOAT16
+from certify.formats import split_bfloat16
+from tests.certify import emulator, families
+from tests.certify.families import FAMILIES, SCALE, as_dtype
+from tests.certify.measures import (
+    enclosure,
+    kernel_logits,
+    kernel_query,
+)
+
+
+def check_norms_are_upper_bounds() -> None:
+    """norm_above >= |x| whatever underflows: 1e-25 has square 0 in float32."""
+    rng = np.random.default_rng(17)
+    for size in (1e-40, 1e-30, 1e-25, 1e-22, 1e-19, 1e-3, 1.0, 1e18):
+        for dim in (1, 8, 64, 128, 256):
+            vector = (size * rng.standard_normal((200, dim))).astype(np.float32)
+            exact = np.linalg.norm(vector.astype(np.float64), axis=1)
+            flushed = np.where(np.abs(vector) < 2.0**-126, 0.0, vector).astype(np.float32)
+            squares = flushed * flushed
+            squares = np.where(squares < 2.0**-126, np.float32(0.0), squares)
+            total = np.sum(squares, axis=1, dtype=np.float32)
+            above = bounds.root_above(total, dim, xp=np)
+            assert np.all(above >= exact), f"norm of size {size}, dim {dim}"
+            assert np.all(bounds.norm_above(vector, xp=np) >= exact), (
+                f"norm of size {size}, dim {dim}"
+            )
+
+
+def check_enclosure(bound: str = "all", seed: int = 18) -> None:
+    """L <= log2 sum 2^logit <= S for every family, length, head dimension, dtype and bound."""
+    rng = np.random.default_rng(seed)
+    names = certify.BOUND_NAMES[1:] if bound == "all" else (bound,)
+    for index, (name, family) in enumerate(FAMILIES.items()):
+        for turn, (num_keys, dim) in enumerate(((1000, 64), (3, 8), (300, 64), (130, 256))):
+            dtype = ("bfloat16", "float32")[(index + turn + turn // 2) % 2]
+            for each in names:
+                above, below = enclosure(
+                    family, rng, keys_=num_keys, dim=dim, dtype=dtype, bound=each
+                )
+                place = f"{name}, {num_keys} keys, dim {dim}, {dtype}, {each}"
+                assert np.all(above >= 0), f"S is {-np.min(above)} too low: {place}"
+                assert np.all(below >= 0), f"L is {-np.min(below)} too high: {place}"
+
+
+def check_rounding_slack() -> None:
+    """Identical large keys, S = L but for slack: the kernel's rounding must fit between."""
+    rng = np.random.default_rng(19)
+    for bits in (3e3, 3e4, 3e5):
+        for num_keys, bound in ((200, "ball"), (200, "blocks"), (3, "ball+sentinels")):
+            for dtype in ("float32", "bfloat16"):
+                for family in (families.identical(bits), families.constant(bits)):
+                    above, below = enclosure(
+                        family, rng, keys_=num_keys, dim=256, dtype=dtype, bound=bound
+                    )
+                    assert np.all(above >= 0) and np.all(below >= 0), f"{bits} bits, {bound}"
+
+
+def check_moved_center() -> None:
+    """Taking sentinels out moves a block's center, and its radius must follow.
+
+    128 keys (0.9, 2) are the sentinels and pull the mean of 512 towards themselves; the rest lie at
+    0 but for one at (1, 0), nearer to the old mean than to the new one. Queries point to that one.
+    """
+    key = np.zeros((512, 8), np.float32)
+    key[:128, 0], key[:128, 1] = 0.9, 2.0
+    key[300, 0] = 1.0
+    query = np.zeros((4, 8), np.float32)
+    query[:, 0] = 1000.0
+    summary = keys.key_summary(key, "float32", statistics_block=512)
+    assert np.array_equal(summary.rows.high[:128], key[:128]), "the sentinels are others"
+    for bound in ("ball+sentinels", "blocks+sentinels"):
+        row = keys.bound_rows(query, summary, dtype="float32", scale=SCALE, bounds=bound)
+        exact = emulator.log_sum_exp(kernel_logits(kernel_query(query, "float32"), key, "exact"))
+        assert np.all(row.upper >= exact), f"S is too low by {np.max(exact - row.upper)}: {bound}"
+
+
+def check_error_of_the_mean() -> None:
+    """The mean may be as wrong as float32 sums in the worst order are, and L must allow for it.
+
+    Once all keys are equal, once they are opposite, so that their size does not show in the mean.
+    """
+    num_keys, dim = 1000, 4
+    wrong = np.float32(0.4 * num_keys * 2.0**-24)
+    for mean, spread in ((1.0, dim * wrong**2), (0.0, dim * 1.0)):
+        summary = bounds.summarize_keys(
+            block_mean=np.full((1, dim), mean, np.float32) + wrong,
+            block_count=np.full(1, num_keys, np.float32),
+            radius_squared=np.full(1, spread, np.float32),
+            spread_squared=np.full(1, spread, np.float32),
+            sentinels=np.full((3, dim), mean, np.float32),
+            membership=np.ones((1, 3), np.float32),
+            keys_per_block=num_keys,
+            kernel=BFLOAT16,
+            split=split_bfloat16,
+            matmul=np.matmul,
+            xp=np,
+        )
+        center = (summary.high + summary.low)[3:].astype(np.float64)
+        error = np.linalg.norm(center - mean, axis=1)
+        assert np.all(error > 1e-6), "the mean is not wrong"
+        assert np.all(summary.reach_down[3:] >= error), "L does not allow for the error of the mean"
+
+
+def check_center_is_rounded() -> None:
+    """A mean of bfloat16 keys needs more bits than its two halves have; L allows for the rest."""
+    rng = np.random.default_rng(25)
+    for block in (1, 3):
+        for _ in range(200):
+            key = as_dtype(rng.uniform(1.0, 2.0, (3, 1)).astype(np.float32), "bfloat16").values
+            rows = keys.key_summary(key, "bfloat16", sentinels=False, statistics_block=block).rows
+            exact = np.mean(key.astype(np.float64)) if block == 3 else key.astype(np.float64)[:, 0]
+            center = (rows.high + rows.low)[:, 0].astype(np.float64)
+            error = (
+                np.abs(center[:-1] - exact),
+                np.abs(center[-1:] - np.mean(key, dtype=np.float64)),
+            )
+            assert np.all(rows.reach_down >= np.concatenate(error)), "the center is rounded"
+
+
+def check_evaluation_slack() -> None:
+    """All logits 0: log2 n in float32 is rounded one way or the other, and both must be covered."""
+    for num_keys in range(1, 200):
+        for bound in ("ball", "blocks", "auto"):
+            rng = np.random.default_rng(num_keys)
+            above, below = enclosure(
+                families.zeros, rng, keys_=num_keys, dim=8, dtype="float32", bound=bound
+            )
+            assert np.all(above >= 0) and np.all(below >= 0), f"n = {num_keys}, {bound}"
