@@ -20,7 +20,7 @@ CERTIFICATE_FIELDS = jax_kernels.CERTIFICATE_FIELDS
 """Names along the certificate's last dimension."""
 
 
-@torch.library.custom_op("clis::attention", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("clis::attention", mutates_args=())
 def attention_op(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -108,19 +108,28 @@ def _flat_tables(
     A pair (x1, x2) of channels becomes (x1 cos - x2 sin, x1 sin + x2 cos), with the cosine of the
     pair's first entry in the table and the sine of its second.
     """
-    cosine, sine = rotary_emb
-    cosine = cosine[..., 0::2].repeat_interleave(2, dim=-1)
-    sine = sine[..., 1::2]
-    sine = torch.stack((-sine, sine), dim=-1).flatten(-2)
-    return cosine.repeat(1, 1, heads, 1).flatten(2), sine.repeat(1, 1, heads, 1).flatten(2)
+    cosine, sine = (table.flatten(2) for table in rotary_emb)
+    first = _first_of_pair(cosine)
+    cosine = torch.where(first, cosine, _shifted(cosine, 1))
+    sine = torch.where(first, -_shifted(sine, -1), sine)
+    return torch.cat([cosine] * heads, dim=-1), torch.cat([sine] * heads, dim=-1)
 
 
 def _rotate(tensor: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Interleaved rotary embedding on ``[B, S, H * D]``.
 
-    The partner of a channel comes from a roll and a select, which need no copy on a TPU where
+    The partner of a channel comes from a shift and a select, which need no copy on a TPU where
     slices with a stride of two do.
     """
-    even = torch.arange(tensor.shape[-1], device=tensor.device) % 2 == 0
-    partner = torch.where(even, tensor.roll(-1, dims=-1), tensor.roll(1, dims=-1))
+    partner = torch.where(_first_of_pair(tensor), _shifted(tensor, -1), _shifted(tensor, 1))
     return (tensor * cosine + partner * sine).type_as(tensor)
+
+
+def _first_of_pair(tensor: torch.Tensor) -> torch.Tensor:
+    lane = torch.arange(tensor.shape[-1], dtype=torch.int32, device=tensor.device)
+    return lane & 1 == 0
+
+
+def _shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """Channels moved up by ``by``; what moves in is 0 and, for pairs, never used."""
+    return torch.nn.functional.pad(tensor, (by, -by))

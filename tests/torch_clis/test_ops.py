@@ -1,0 +1,238 @@
+"""The op against the definition, and against what PyTorch asks of an op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torch_clis
+from certify import BOUND_NAMES, VERDICTS
+from tests.torch_clis.helpers import (
+    allowed_error,
+    definition,
+    largest_error,
+    on_host,
+    plain_attention,
+    random_inputs,
+)
+from torch_clis.ops import CERTIFICATE_FIELDS
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _mask(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    visible = torch.rand(shape, generator=generator) < 0.6
+    visible[..., 3, :] = False  # a row that sees nothing
+    if kind == "bool":
+        return visible
+    bias = torch.randn(shape, generator=generator)
+    return bias.masked_fill(~visible, float("-inf"))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "lengths": {"key_lengths": torch.tensor([5, 130], dtype=torch.int32)},
+    "lengths-causal": {"key_lengths": torch.tensor([0, 77]), "is_causal": True},
+    "bool": {"attn_mask": "bool"},
+    "additive": {"attn_mask": "additive"},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_agrees_with_the_definition(
+    kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Fault: a mask, length, scale or shared key head is dropped or misaligned on one device."""
+    query, key, value = random_inputs(generator, (2, 70, 4, 64), (2, 133, 2, 64), dtype)
+    options = dict(OPTIONS[kind])
+    if "attn_mask" in options:
+        options["attn_mask"] = _mask(options["attn_mask"], (2, 1, 70, 133), generator)
+    wanted, wanted_lse = definition(query, key, value, **options)
+    limit = allowed_error(plain_attention(query, key, value, **options), wanted)
+    moved = {
+        name: option.to(device) if isinstance(option, torch.Tensor) else option
+        for name, option in options.items()
+    }
+    out, lse = torch_clis.attention(
+        *(tensor.to(device) for tensor in (query, key, value)),
+        **moved,
+        enable_gqa=True,
+        return_lse=True,
+    )
+    out, lse = on_host(out, lse)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert largest_error(out, wanted) <= limit
+    seen = wanted_lse > float("-inf")
+    assert torch.equal(lse > float("-inf"), seen)
+    # A bfloat16 kernel holds the scaled query as two halves of 8 bits, so its logits err by up to
+    # 2^-17 of |q||k|; a float32 dot product of 64 errs by far less than 64 units of it.
+    unit = 2.0**-17 if dtype == torch.bfloat16 else 2.0**-20
+    norms = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max()
+    lse_limit = unit * float(norms) * options.get("scale", 64**-0.5)
+    assert largest_error(lse[seen], wanted_lse[seen]) <= lse_limit
+
+
+@pytest.mark.parametrize("path", ["auto", "online"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_many_keys_and_their_certificate(
+    path: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Fault: fields of the packed certificate are permuted, or codes lose their meaning."""
+    query, key, value = random_inputs(generator, (1, 200, 2, 64), (1, 1500, 2, 64), dtype)
+    wanted, _ = definition(query, key, value)
+    limit = allowed_error(plain_attention(query, key, value), wanted)
+    out, certificate = torch_clis.attention(
+        *(tensor.to(device) for tensor in (query, key, value)), path=path, return_certificate=True
+    )
+    assert tuple(certificate) == CERTIFICATE_FIELDS
+    out, *values = on_host(out, *certificate.values())
+    assert largest_error(out, wanted) <= limit
+    fields = dict(zip(CERTIFICATE_FIELDS, values, strict=True))
+    assert fields["verdict"].dtype == fields["bound_used"].dtype == torch.int8
+    assert {field.shape for field in fields.values()} == {fields["verdict"].shape}
+    assert fields["verdict"].shape[:2] == (1, 2)
+    if device.type == "xla" and path == "auto":
+        assert (fields["verdict"] == VERDICTS.index("certified")).all()
+        assert (fields["gap"] <= fields["budget"]).all()
+        assert (fields["error_bound"] <= 2.0**-12).all()
+        assert (fields["row_sum_min"] <= fields["row_sum_max"]).all()
+        assert (fields["bound_used"] != BOUND_NAMES.index("none")).all()
+    else:
+        assert (fields["verdict"] == VERDICTS.index("exact")).all()
+        assert (fields["error_bound"] == 0).all()
+        for name in ("gap", "budget", "row_sum_min", "row_sum_max"):
+            assert fields[name].isnan().all()
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(40, 40), (40, 65), (65, 40)])
+def test_causal_alignment(
+    num_queries: int, num_keys: int, device: torch.device, generator: torch.Generator
+) -> None:
+    """Fault: scaled_dot_product_attention aligns bottom-right where torch aligns top-left."""
+    inputs = random_inputs(generator, (1, 2, num_queries, 32), (1, 2, num_keys, 32))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor.double() for tensor in inputs), is_causal=True
+    )
+    got = torch_clis.scaled_dot_product_attention(
+        *(tensor.to(device) for tensor in inputs), is_causal=True
+    )
+    plain = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    assert largest_error(got, wanted) <= allowed_error(plain, wanted)
+
+
+def test_nan_beyond_the_length_stays_there(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """Fault: 0 * NaN of a padded key's value reaches every row."""
+    query, key, value = random_inputs(generator, (1, 20, 2, 64), (1, 30, 2, 64))
+    wanted = definition(query, key[:, :25], value[:, :25])[0]
+    for padded in (key, value):
+        padded[:, 25:] = float("nan")
+    lengths = torch.tensor([25], dtype=torch.int32, device=device)
+    got = torch_clis.attention(*(t.to(device) for t in (query, key, value)), key_lengths=lengths)
+    assert largest_error(got, wanted) <= 2.0**-20
+
+
+def test_cpu_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    """Fault: queries at a chunk's edge are lost or attended to with another chunk's mask."""
+    query, key, value = random_inputs(generator, (2, 53, 4, 16), (2, 61, 2, 16))
+    options: dict[str, Any] = {
+        "is_causal": True,
+        "attn_mask": _mask("bool", (1, 4, 53, 61), generator),
+    }
+    wanted = torch_clis.attention(query, key, value, enable_gqa=True, **options)
+    monkeypatch.setattr("torch_clis.cpu.LOGITS_PER_CHUNK", 8 * 61 * 7)
+    got = torch_clis.attention(query, key, value, enable_gqa=True, **options)
+    assert largest_error(got, wanted) <= 2.0**-22
+
+
+OPCHECK_ARGUMENTS = (None, None, None, False, 2.0**-12, "auto")
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "aspect",
+    [
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_static",
+        "test_aot_dispatch_dynamic",
+    ],
+)
+def test_opcheck(
+    aspect: str, requires_grad: bool, device: torch.device, generator: torch.Generator
+) -> None:
+    """Fault: wrong schema, fake shapes that differ from the kernel's, autograd lost in tracing."""
+    if aspect == "test_autograd_registration":
+        device = torch.device("cpu")  # opcheck knows no other backend of ours
+    inputs = random_inputs(generator, (1, 24, 4, 64), (1, 33, 2, 64))
+    tensors = [tensor.to(device).requires_grad_(requires_grad) for tensor in inputs]
+    torch.library.opcheck(
+        torch.ops.clis.attention, (*tensors, *OPCHECK_ARGUMENTS), test_utils=aspect
+    )
+
+
+@pytest.mark.parametrize("aspect", ["test_schema", "test_faketensor"])
+def test_opcheck_backward(aspect: str, device: torch.device, generator: torch.Generator) -> None:
+    """Fault: the backward op's fake shapes follow the query where key heads are fewer."""
+    query, key, value = (
+        tensor.to(device) for tensor in random_inputs(generator, (1, 24, 4, 64), (1, 33, 2, 64))
+    )
+    out, lse, _ = torch.ops.clis.attention(query, key, value, *OPCHECK_ARGUMENTS)
+    arguments = (query, key, value, out, lse, torch.ones_like(out), None, None, None, False)
+    torch.library.opcheck(torch.ops.clis.attention_backward, arguments, test_utils=aspect)
+
+
+def _between_other_ops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    out = torch_clis.attention(query * 2, key, value)
+    out += 1  # in place: functionalization has to carry it
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+class _Module(torch.nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return _between_other_ops(query, key, value)
+
+
+def test_functionalization_and_export(generator: torch.Generator) -> None:
+    """Fault: the op breaks up into parts, or captures nothing, under export."""
+    inputs = random_inputs(generator, (1, 24, 2, 64))
+    wanted = _between_other_ops(*inputs)
+    assert torch.equal(torch.func.functionalize(_between_other_ops)(*inputs), wanted)
+    program = torch.export.export(_Module(), inputs)
+    assert "clis.attention.default" in {str(node.target) for node in program.graph.nodes}
+    assert torch.equal(program.module()(*inputs), wanted)
+
+
+def test_compile_openxla(xla_device: torch.device, generator: torch.Generator) -> None:
+    """Fault: a graph break, or another result, under torch.compile on XLA."""
+    inputs = [tensor.to(xla_device) for tensor in random_inputs(generator, (1, 24, 2, 64))]
+    wanted = _between_other_ops(*inputs).cpu()
+    torch._dynamo.reset()
+    compiled = torch.compile(_between_other_ops, backend="openxla", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled(*inputs).cpu(), wanted)
+
+
+def test_no_second_compilation(xla_device: torch.device, generator: torch.Generator) -> None:
+    """Fault: each call lowers anew, so that each step is another program to XLA."""
+    import torch_xla
+    from torch_xla.debug import metrics
+
+    inputs = [tensor.to(xla_device) for tensor in random_inputs(generator, (1, 24, 2, 64))]
+
+    def step() -> int:
+        out = torch_clis.attention(*inputs)
+        torch_xla.sync()
+        assert out.shape == inputs[0].shape
+        return int(metrics.counter_value("UncachedCompile"))
+
+    first = step()
+    assert [step() for _ in range(3)] == [first] * 3

@@ -1,0 +1,142 @@
+"""Bad input: an error that names the argument and the remedy, before anything is lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_clis
+from torch_clis import lowering
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def _good() -> dict[str, Any]:
+    return {name: _tensor(2, 6, 4, 8) for name in ("query", "key", "value")}
+
+
+Case = tuple[dict[str, Any], type[Exception], str]
+
+ATTENTION: dict[str, Case] = {
+    "query-rank": ({"query": _tensor(6, 4, 8)}, ValueError, r"query: got 3 dimensions.*unflatten"),
+    "key-rank": ({"key": _tensor(2, 6, 32)}, ValueError, r"key: got 3 dimensions"),
+    "empty": ({"value": _tensor(2, 0, 4, 8)}, ValueError, r"value: got shape \[2, 0, 4, 8\]"),
+    "batch": ({"key": _tensor(3, 6, 4, 8)}, ValueError, r"key: got shape \[3, 6, 4, 8\].*batch"),
+    "head-dim": ({"key": _tensor(2, 6, 4, 16)}, ValueError, r"key: got shape.*head_dim"),
+    "value-shape": ({"value": _tensor(2, 5, 4, 8)}, ValueError, r"value: got shape \[2, 5, 4, 8\]"),
+    "gqa-off": (
+        {"key": _tensor(2, 6, 2, 8), "value": _tensor(2, 6, 2, 8)},
+        ValueError,
+        r"key: got 2 heads.*enable_gqa=True",
+    ),
+    "gqa-ratio": (
+        {"key": _tensor(2, 6, 3, 8), "value": _tensor(2, 6, 3, 8), "enable_gqa": True},
+        ValueError,
+        r"key: got 3 heads beside 4.*multiple",
+    ),
+    "mixed-dtype": (
+        {"key": _tensor(2, 6, 4, 8, dtype=torch.bfloat16)},
+        ValueError,
+        r"key: got dtype torch.bfloat16 beside a query of torch.float32.*key.to",
+    ),
+    "float64": (
+        {name: _tensor(2, 6, 4, 8, dtype=torch.float64) for name in ("query", "key", "value")},
+        ValueError,
+        r"query: got dtype torch.float64.*cast to float32",
+    ),
+    "integer": (
+        {name: _tensor(2, 6, 4, 8, dtype=torch.int32) for name in ("query", "key", "value")},
+        ValueError,
+        r"query: got dtype torch.int32",
+    ),
+    "mixed-device": (
+        {"value": _tensor(2, 6, 4, 8, device="meta")},
+        ValueError,
+        r"value: got device meta beside a query on cpu",
+    ),
+    "mask-rank": ({"attn_mask": _tensor(6)}, ValueError, r"attn_mask: got shape \[6\]"),
+    "mask-shape": (
+        {"attn_mask": _tensor(2, 6, dtype=torch.bool)},
+        ValueError,
+        r"attn_mask: got shape \[2, 6\].*\[2, 4, 6, 6\].*mask\[:, None, None, :\]",
+    ),
+    "mask-dtype": (
+        {"attn_mask": _tensor(6, 6, dtype=torch.int32)},
+        ValueError,
+        r"attn_mask: got dtype torch.int32.*\.bool\(\)",
+    ),
+    "mask-device": (
+        {"attn_mask": _tensor(6, 6, device="meta")},
+        ValueError,
+        r"attn_mask: got device meta",
+    ),
+    "lengths-dtype": ({"key_lengths": _tensor(2)}, ValueError, r"key_lengths: got dtype"),
+    "lengths-shape": (
+        {"key_lengths": _tensor(3, dtype=torch.int32)},
+        ValueError,
+        r"key_lengths: got shape \[3\].*2 batch entries",
+    ),
+    "tolerance-low": ({"tolerance": 1e-9}, ValueError, r"tolerance: got 1e-09"),
+    "tolerance-high": ({"tolerance": 1.0}, ValueError, r"tolerance: got 1.0"),
+    "tolerance-nan": ({"tolerance": float("nan")}, ValueError, r"tolerance: got nan"),
+    "path": ({"path": "fast"}, ValueError, r"path: got 'fast'; give one of auto, clis, online"),
+    "promise": ({"promise": object()}, NotImplementedError, r"promise: got object.*Leave it None"),
+}
+
+SDPA: dict[str, Case] = {
+    "rank": ({"query": _tensor(4, 6, 8)}, ValueError, r"query: got 3 dimensions.*head_dim\]"),
+    "dropout": ({"dropout_p": 0.1}, NotImplementedError, r"dropout_p: got 0.1.*eval\(\)"),
+    "mask-and-causal": (
+        {"is_causal": True, "attn_mask": _tensor(4, 4, dtype=torch.bool)},
+        ValueError,
+        r"attn_mask: given together with is_causal",
+    ),
+}
+
+
+def _check(function: Callable[..., Any], case: Case) -> None:
+    changes, error, message = case
+    before = lowering.cache_info()
+    with pytest.raises(error, match=message):
+        function(**{**_good(), **changes})
+    assert lowering.cache_info() == before
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_refuses(name: str) -> None:
+    """Fault: bad input is broadcast, cast, or fails somewhere inside a compiler."""
+    _check(torch_clis.attention, ATTENTION[name])
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_scaled_dot_product_attention_refuses(name: str) -> None:
+    """Fault: an argument of torch's function that has no counterpart is dropped."""
+    _check(torch_clis.scaled_dot_product_attention, SDPA[name])
+
+
+@pytest.mark.parametrize("name", ["tolerance-low", "path", "mask-shape", "float64", "gqa-ratio"])
+def test_xla_refuses_before_lowering(name: str, xla_device: torch.device) -> None:
+    """Fault: the XLA kernel trusts what only the CPU kernel checks."""
+    changes, error, message = ATTENTION[name]
+    moved = {
+        key: item.to(xla_device) if isinstance(item, torch.Tensor) else item
+        for key, item in {**_good(), **changes}.items()
+    }
+    before = lowering.cache_info()
+    with pytest.raises(error, match=message):
+        torch_clis.attention(**moved)
+    assert lowering.cache_info() == before
+
+
+def test_other_devices_are_named() -> None:
+    """Fault: an accelerator without a kernel gets another device's, or an error without remedy."""
+    with FakeTensorMode():
+        inputs = {name: _tensor(2, 6, 4, 8, device="cuda") for name in ("query", "key", "value")}
+        with pytest.raises(NotImplementedError, match=r"query: got device cuda.*Move the tensors"):
+            torch_clis.attention(**inputs)
