@@ -33,19 +33,20 @@ def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> Float32:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def truncate_to_bfloat16(values: Float32) -> Float32:
-    """float32 -> the bfloat16 number next towards zero, held in float32."""
+def round_to_bfloat16(values: Float32) -> Float32:
+    """float32 -> the nearest bfloat16 number (ties to even), held in float32."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def split_bfloat16(values: Float32) -> tuple[Float32, Float32]:
-    """float32 -> (high, low), two bfloat16 numbers in float32; the rest is below 2^-15 of values.
+    """float32 -> (high, low), two bfloat16 numbers in float32; the rest is within 2^-17 of values.
 
-    By dropping bits, exactly as the kernel does. high + low is exact in float32.
+    By the same operations on bits as in the kernel. high + low is exact in float32.
     """
-    high = truncate_to_bfloat16(values)
-    return high, truncate_to_bfloat16(values - high)
+    high = round_to_bfloat16(values)
+    return high, round_to_bfloat16(values - high)
 
 
 def split_for(dtype: str, values: Float32) -> tuple[Float32, Float32]:

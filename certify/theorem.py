@@ -102,6 +102,18 @@ def flush_scale(num_keys: int) -> float:
     return arithmetic.summation_factor(num_keys) * num_keys * arithmetic.SMALLEST_NORMAL
 
 
+def online_shift(value_max: Array, *, num_keys: int, xp: Any) -> Array:
+    """Bits that online softmax adds to the row maximum, so that no numerator overflows.
+
+    n keys of weight at most 1 sum to n V; the shift is whole, 0 wherever n V stays in range (so
+    that small values keep all their room below) and at most ceil(log2 n).
+    """
+    most = float(math.ceil(math.log2(num_keys)))
+    excess = most + xp.log2(xp.maximum(value_max, arithmetic.SMALLEST_NORMAL))
+    shift = xp.minimum(xp.maximum(xp.ceil(excess - arithmetic.OVERFLOW_EXPONENT), 0.0), most)
+    return xp.where(value_max <= arithmetic.FLOAT32_LARGEST, shift, most)
+
+
 def choose_stabilizer(
     upper: Array, lower: Array, grid_origin: Array, head: Limits, *, xp: Any
 ) -> Choice:

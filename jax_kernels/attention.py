@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from certify.arithmetic import DEFAULT_TOLERANCE, validate_tolerance
 
+from certify.arithmetic import DEFAULT_TOLERANCE, validate_tolerance
 from jax_kernels.config import (
     LANES,
     BlockSizes,
@@ -43,8 +43,10 @@ class _Settings:
 
     def masked(self, masking: Masking) -> bool:
         by_position = self.exact.causal or self.exact.window is not None
-        return by_position or self.exact.logits_soft_cap is not None or any(
-            part is not None for part in masking
+        return (
+            by_position
+            or self.exact.logits_soft_cap is not None
+            or any(part is not None for part in masking)
         )
 
 
@@ -79,8 +81,8 @@ def attention(
     """Attention with a stabilizer fixed before the KV loop wherever that is proved or verified.
 
     Each (batch, head, query block) is *certified* before the loop, or else *verified* by its row
-    sums after it, or else *recomputed* with online softmax; keys of a single block, ``path="online"``
-    and masked calls use the true row maximum from the start (*exact*).
+    sums after it, or else *recomputed* with online softmax; keys of a single block,
+    ``path="online"`` and masked calls use the true row maximum from the start (*exact*).
 
     Args:
         query: [B, S_q, H, D], bfloat16, float16 (computed in float32) or float32.
@@ -101,13 +103,13 @@ def attention(
         block_sizes: tile of the kernels; None for a rule by shape.
         return_lse: also return the log-sum-exp, float32 [B, H, S_q], nats.
         return_certificate: also return a dict of arrays [B, H, num_q_blocks], see
-            ``CERTIFICATE_FIELDS``: verdict and bound_used int8, the others float32 (gap and budget in
-            bits, error_bound relative to max|v|; NaN where the verdict is exact).
+            ``CERTIFICATE_FIELDS``: verdict and bound_used int8, the others float32 (gap and budget
+            in bits, error_bound relative to max|v|; NaN where the verdict is exact).
         interpret: run the Pallas kernels in interpret mode; None: everywhere but on TPU.
 
     Returns:
-        out [B, S_q, H, D] in the dtype of query, or a tuple (out, lse?, certificate?). A query without
-        a visible key gives 0 and lse -inf.
+        out [B, S_q, H, D] in the dtype of query, or a tuple (out, lse?, certificate?). A query
+        without a visible key gives 0 and lse -inf.
 
     Raises:
         ValueError: for shapes, dtypes, masks or settings that do not fit, naming the argument.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from certify.arithmetic import KernelArithmetic, arithmetic_for
 
 LANES = 128
@@ -62,7 +63,9 @@ class BlockSizes:
     @property
     def chunk_kv(self) -> int:
         """Keys per matrix product: the largest divisor of block_kv up to ``CHUNK_KEYS``."""
-        return next(c for c in range(min(CHUNK_KEYS, self.block_kv), 0, -LANES) if not self.block_kv % c)
+        return next(
+            c for c in range(min(CHUNK_KEYS, self.block_kv), 0, -LANES) if not self.block_kv % c
+        )
 
 
 def _balanced(length: int, largest: int, multiple: int) -> int:
@@ -94,8 +97,8 @@ def num_query_blocks(
 class Problem:
     """One unmasked attention call as the kernels see it: static shapes and settings.
 
-    ``head_dim`` counts the channels in HBM, a multiple of 64 after any padding. Heads of 64 channels
-    are taken two at a time, so that a column block has 128 lanes.
+    ``head_dim`` counts the channels in HBM, a multiple of 64 after any padding. Heads of 64
+    channels are taken two at a time, so that a column block has 128 lanes.
     """
 
     batch: int

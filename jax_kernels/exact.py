@@ -21,7 +21,7 @@ CHUNK_ELEMENTS = 2**25
 
 @dataclass(frozen=True)
 class ExactSettings:
-    """Static arguments of the exact path: scale (None: head_dim**-0.5), masks by position, soft cap."""
+    """Static arguments: scale (None: head_dim**-0.5), masks by position, soft cap (nats)."""
 
     scale: float | None = None
     causal: bool = False

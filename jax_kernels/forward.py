@@ -1,30 +1,31 @@
 """The attention kernel: one skeleton in the transposed dataflow, the stabilizer a strategy.
 
-Grid: (blocks of work, KV blocks), a block of work being a (batch, head group, query block) named by
-a prefetched list, so that the same kernel runs over all blocks or over those that failed the check.
-Q, K, V and O are column blocks of [B, S, heads * head_dim]: nothing is transposed or padded outside.
-Inside, S^T = K Q^T has keys along sublanes and queries along lanes, so a row's stabilizer, sum and
-checks are [1, block_q] rows, and O^T accumulates as V^T P^T.
+Grid: (blocks of work, KV blocks), a block of work being a (batch, head group, query block) named
+by a prefetched list, so that the same kernel runs over all blocks or over those that failed the
+check. Q, K, V and O are column blocks of [B, S, heads * head_dim]: nothing is transposed or padded
+outside. Inside, S^T = K Q^T has keys along sublanes and queries along lanes, so a row's stabilizer,
+sum and checks are [1, block_q] rows, and O^T accumulates as V^T P^T.
 
-Note [exact scaling]: q' = scale * log2(e) * q is computed in float32 once per query block and held as
-two bfloat16 halves [high | low] against [K | K]: the matrix unit is 256 deep, so for head_dim 128 the
-second half costs nothing and the logits are those of a 16-bit q'.
+Note [exact scaling]: q' = scale * log2(e) * q is computed in float32 once per query block and held
+as two bfloat16 halves [high | low] against [K | K]: the matrix unit is 256 deep, so for head_dim
+128 the second half costs nothing and the logits are those of a 17-bit q'.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from certify import theorem
-from certify.arithmetic import FLOAT32_LARGEST
-from certify.bounds import NUM_SENTINELS, root_above, row_bounds
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from certify import theorem
+from certify.arithmetic import FLOAT32_LARGEST, query_factor
+from certify.bounds import NUM_SENTINELS, root_above, row_bounds
 from jax_kernels.config import LANES, Problem, div, rem, round_up
 from jax_kernels.statistics import (
     LOG2_COUNT,
@@ -33,6 +34,7 @@ from jax_kernels.statistics import (
     ROW_TILE,
     Statistics,
     key_statistics,
+    largest_values,
     num_block_rows,
     row_sums_along_lanes,
     split_for,
@@ -108,11 +110,21 @@ def _sum_to_sublanes(array: jax.Array) -> jax.Array:
 class _Head:
     """One head of the current block of work: its channels and its running sums in VMEM."""
 
-    def __init__(self, index: int, place: _Place, problem: Problem, scratch: tuple[Any, ...]) -> None:
+    def __init__(
+        self, index: int, place: _Place, problem: Problem, scratch: tuple[Any, ...]
+    ) -> None:
         self.index, self.place, self.problem = index, place, problem
-        self.query, self.stabilizer, self.row_sum, self.numerator = (ref.at[index] for ref in scratch)
+        self.query, self.stabilizer, self.row_sum, self.numerator = (
+            ref.at[index] for ref in scratch
+        )
         first = index * problem.head_dim
         self.channels = slice(first, first + problem.head_dim)
+
+    @property
+    def key_head(self) -> Any:
+        """Row of the head in arrays over (batch, key group, head of the group)."""
+        group = self.place.batch * self.problem.key_groups + self.place.key_group
+        return group * self.problem.heads_per_group + self.index
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """float32 [rows, block_q], in bits, of ``rows`` (keys or summary rows)."""
@@ -137,17 +149,18 @@ class _Stabilizer(Protocol):
 
 
 class _OnlineStabilizer:
-    """The running row maximum, plus ceil(log2 n) so that sums stay at or below max|v|."""
+    """The running row maximum, raised where sums of large values would overflow."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.shift = float(math.ceil(math.log2(problem.key_length)))
+    def __init__(self, shift_ref: Any) -> None:
+        self.shift_ref = shift_ref
 
     def begin(self, head: _Head, scaled_query: jax.Array) -> None:
         head.stabilizer[...] = jnp.full(head.stabilizer.shape, LOWEST, jnp.float32)
 
     def update(self, head: _Head, logits: jax.Array, values: jax.Array) -> None:
         before = head.stabilizer[...]
-        largest = jnp.max(logits, axis=0, keepdims=True) + self.shift
+        shift = self.shift_ref[head.key_head]
+        largest = jnp.max(logits, axis=0, keepdims=True) + shift
         after = jnp.maximum(before, largest)
         rescale = jnp.exp2(before - after)
         head.stabilizer[...] = after
@@ -163,18 +176,22 @@ class _FixedStabilizer:
     """A stabilizer per row chosen before the loop from S and L, and checked after it."""
 
     def __init__(
-        self, problem: Problem, limit_ref: Any, center_ref: Any, column_ref: Any, certificate_ref: Any
+        self,
+        problem: Problem,
+        limit_ref: Any,
+        center_ref: Any,
+        column_ref: Any,
+        certificate_ref: Any,
     ) -> None:
         self.problem = problem
         self.limit_ref, self.center_ref, self.column_ref = limit_ref, center_ref, column_ref
         self.certificate_ref = certificate_ref
 
     def _limits(self, head: _Head) -> theorem.Limits:
-        place, problem = head.place, self.problem
-        group = place.batch * problem.key_groups + place.key_group
-        row = group * problem.heads_per_group + head.index
-        fields = {name: self.limit_ref[row, lane] for lane, name in enumerate(_LIMIT_FIELDS)}
-        flush = theorem.flush_scale(problem.key_length)
+        fields = {
+            name: self.limit_ref[head.key_head, lane] for lane, name in enumerate(_LIMIT_FIELDS)
+        }
+        flush = theorem.flush_scale(self.problem.key_length)
         return theorem.Limits(flush=flush, **fields)
 
     def _inside(self, head: _Head) -> jax.Array:
@@ -224,8 +241,8 @@ class _FixedStabilizer:
     def finish(self, head: _Head, row_sum: jax.Array, out: jax.Array) -> None:
         """The check after the loop: row sums in range, numerator and output finite."""
         limits, inside = self._limits(head), self._inside(head)
-        out_max = float(jnp.finfo(self.problem.dtype).max)
-        finite = (jnp.abs(head.numerator[...]) <= FLOAT32_LARGEST) & (jnp.abs(out) <= out_max)
+        finite = jnp.abs(head.numerator[...]) <= FLOAT32_LARGEST
+        finite = finite & (jnp.abs(out) <= largest_output(self.problem.dtype))
         broken = jnp.max(jnp.where(finite, 0.0, 1.0), axis=0, keepdims=True)
         passes = theorem.row_sum_passes(row_sum, limits) & (broken <= 0)
         failed = _largest(jnp.where(inside & ~passes, 1.0, 0.0))
@@ -252,13 +269,22 @@ class _FixedStabilizer:
         return self.certificate_ref.at[0, 0, slice(head.index, head.index + 1)]
 
 
+def largest_output(dtype: Any) -> float:
+    """Above this an output is, or may become, infinite in its dtype."""
+    return float(jnp.finfo(dtype).max)
+
+
 def _largest(row: jax.Array) -> jax.Array:
     """[1, 1] maximum of a [1, queries] row."""
     return jnp.max(row, axis=1, keepdims=True)
 
 
 def _run_block(
-    place: _Place, refs: tuple[Any, ...], scratch: tuple[Any, ...], problem: Problem, stabilizer: _Stabilizer
+    place: _Place,
+    refs: tuple[Any, ...],
+    scratch: tuple[Any, ...],
+    problem: Problem,
+    stabilizer: _Stabilizer,
 ) -> None:
     """The skeleton: one KV block of one block of work."""
     query_ref, key_ref, value_ref, out_ref, lse_ref = refs
@@ -269,7 +295,7 @@ def _run_block(
     def _begin() -> None:
         for head in heads:
             query = query_ref[0, :, head.channels].astype(jnp.float32)
-            high, low = split_for(problem.dtype, query * (problem.scale * math.log2(math.e)))
+            high, low = split_for(problem.dtype, query * query_factor(problem.scale))
             parts = [high, low] if jnp.dtype(problem.dtype) == jnp.bfloat16 else [high]
             head.query[...] = jnp.concatenate(parts, axis=1).astype(problem.dtype)
             head.row_sum[...] = jnp.zeros(head.row_sum.shape, jnp.float32)
@@ -460,6 +486,7 @@ def _online_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    value_max: jax.Array,
     problem: Problem,
     order: jax.Array,
     num_steps: Any,
@@ -467,12 +494,13 @@ def _online_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Online softmax over the first ``num_steps`` blocks of ``order``, written into ``into``."""
     previous = () if into is None else into
+    shift = theorem.online_shift(value_max.reshape(-1), num_keys=problem.key_length, xp=jnp)
 
-    def kernel(order_ref: Any, *refs: Any) -> None:
+    def kernel(order_ref: Any, shift_ref: Any, *refs: Any) -> None:
         inputs = refs[:3]
         out_ref, lse_ref, *scratch = refs[3 + len(previous) :]
         place = _locate(order_ref[pl.program_id(0)], problem)
-        stabilizer = _OnlineStabilizer(problem)
+        stabilizer = _OnlineStabilizer(shift_ref)
         _run_block(place, (*inputs, out_ref, lse_ref), tuple(scratch), problem, stabilizer)
 
     specs = _specs(problem)
@@ -481,11 +509,17 @@ def _online_attention(
         problem,
         num_steps,
         name="clis_online",
-        in_specs=[specs.query, specs.key, specs.key, *(pl.BlockSpec(memory_space=pl.ANY),) * len(previous)],
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            specs.query,
+            specs.key,
+            specs.key,
+            *(pl.BlockSpec(memory_space=pl.ANY),) * len(previous),
+        ],
         more_outputs=[],
-        aliases={4 + i: i for i in range(len(previous))},
+        aliases={5 + i: i for i in range(len(previous))},
     )
-    return tuple(run(order, query, key, value, *previous))
+    return tuple(run(order, shift, query, key, value, *previous))
 
 
 def attention_forward(
@@ -495,20 +529,23 @@ def attention_forward(
     single = path == "auto" and problem.num_kv_blocks == 1
     if path == "online" or single:
         every = _every_block(problem)
-        out, lse = _online_attention(query, key, value, problem, every, problem.num_blocks)
+        value_max = largest_values(value, problem)
+        out, lse = _online_attention(
+            query, key, value, value_max, problem, every, problem.num_blocks
+        )
         return ForwardResult(out, _per_head(lse, problem), exact_certificate(problem))
     statistics = key_statistics(key, value, problem)
     out, lse, rows = _fixed_attention(query, key, value, statistics, problem)
     if path == "auto":
-        out, lse = _recompute_failed(query, key, value, problem, out, lse, rows)
+        again = functools.partial(
+            _online_attention, query, key, value, statistics.value_max, problem
+        )
+        out, lse = _recompute_failed(again, out, lse, rows)
     return ForwardResult(out, _per_head(lse, problem), _certificate(rows, problem))
 
 
 def _recompute_failed(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    problem: Problem,
+    online: Callable[..., tuple[jax.Array, jax.Array]],
     out: jax.Array,
     lse: jax.Array,
     rows: jax.Array,
@@ -521,11 +558,9 @@ def _recompute_failed(
     failed = jnp.any(rows[..., 0] == theorem.RECOMPUTED, axis=-1).reshape(-1)
     order = jnp.argsort(jnp.logical_not(failed), stable=True).astype(jnp.int32)
     count = jnp.sum(failed, dtype=jnp.int32)
-
-    def again(into: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _online_attention(query, key, value, problem, order, count, into)
-
-    return jax.lax.cond(count > 0, again, lambda into: into, (out, lse))
+    return jax.lax.cond(
+        count > 0, lambda into: online(order, count, into), lambda into: into, (out, lse)
+    )
 
 
 def _per_head(lse: jax.Array, problem: Problem) -> jax.Array:

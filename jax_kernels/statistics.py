@@ -1,8 +1,8 @@
-"""What the certificate needs from K and V: one pass over both, then a summary of a few rows a head.
+"""What the certificate needs from K and V: one pass over both, then a few summary rows a head.
 
-The pass gives, per block of keys, the mean and every key's squared distance to it, and max|v| of the
-head. From each class of positions modulo 128 the farthest key becomes a sentinel; the sentinels are
-fetched, taken out of the block statistics, and ``certify.bounds.summarize_keys`` does the rest.
+The pass gives, per block of keys, the mean and every key's squared distance to it, and max|v| of
+the head. From each class of positions modulo 128 the farthest key becomes a sentinel; the sentinels
+are fetched, taken out of the block statistics, and ``certify.bounds.summarize_keys`` does the rest.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from certify.arithmetic import FLOAT32_LARGEST
-from certify.bounds import EMPTY, KEYS_PER_BLOCK, NUM_SENTINELS, KeySummary, summarize_keys
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from certify.arithmetic import FLOAT32_LARGEST
+from certify.bounds import EMPTY, KEYS_PER_BLOCK, NUM_SENTINELS, KeySummary, summarize_keys
 from jax_kernels.config import Problem, div, rem, round_up
 
 ROW_TILE = 16
@@ -56,15 +56,19 @@ def finite_or_inf(array: jax.Array) -> jax.Array:
 
 
 def split_bfloat16(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 -> (high, low), both bfloat16 numbers held in float32, |rest| <= 2^-16 |array|.
+    """float32 -> (high, low), both bfloat16 numbers held in float32; the rest is within 2^-17.
 
     By bits, since a compiler may drop a round trip through bfloat16.
     """
-    bits = jax.lax.bitcast_convert_type(array, jnp.uint32)
-    high = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    bits = jax.lax.bitcast_convert_type(array - high, jnp.uint32)
-    low = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    return high, low
+
+    def nearest(number: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(number, jnp.uint32)
+        odd = jax.lax.shift_right_logical(bits, jnp.uint32(16)) & jnp.uint32(1)
+        rounded = (bits + jnp.uint32(0x7FFF) + odd) & jnp.uint32(0xFFFF0000)
+        return jax.lax.bitcast_convert_type(rounded, jnp.float32)
+
+    high = nearest(array)
+    return high, nearest(array - high)
 
 
 def split_for(dtype: Any, array: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,9 +97,15 @@ def row_sums_along_lanes(array: jax.Array) -> jax.Array:
 
 
 def _pass_kernel(
-    key_ref: Any, value_ref: Any, mean_ref: Any, distance_ref: Any, value_ref_max: Any, *, problem: Problem
+    key_ref: Any,
+    value_ref: Any,
+    mean_ref: Any,
+    distance_ref: Any,
+    value_ref_max: Any,
+    *,
+    problem: Problem,
 ) -> None:
-    """One block of keys: mean [1, width], squared distances [heads, keys], running max|v| [1, width]."""
+    """One block of keys: mean and running max|v| [1, width], squared distances [heads, keys]."""
     block = pl.program_id(1)
     position = jax.lax.broadcasted_iota(jnp.int32, (KEYS_PER_BLOCK, 1), 0)
     left = problem.key_length - block * KEYS_PER_BLOCK
@@ -154,6 +164,16 @@ def _scan_keys(
     mean = mean[:, :blocks].reshape(groups, blocks, heads, problem.head_dim)
     value_max = jnp.max(value_max.reshape(groups, heads, problem.head_dim), axis=-1)
     return mean, distance, value_max
+
+
+def largest_values(value: jax.Array, problem: Problem) -> jax.Array:
+    """max|v| of every head, float32 [groups, heads]; inf where a value is not finite."""
+    width = problem.key_groups * problem.group_width
+    magnitude = finite_or_inf(jnp.abs(value.astype(jnp.float32)))
+    by_channel = jnp.max(magnitude, axis=1)
+    by_channel = jnp.pad(by_channel, ((0, 0), (0, width - by_channel.shape[1])))
+    heads = (problem.batch * problem.key_groups, problem.heads_per_group, problem.head_dim)
+    return jnp.max(by_channel.reshape(heads), axis=-1)
 
 
 def _gather_kernel(index_ref: Any, key_ref: Any, out_ref: Any, *, problem: Problem) -> None:
@@ -243,9 +263,7 @@ def _pack(summary: KeySummary, value_max: jax.Array, problem: Problem) -> Statis
     blocks, padded = num_statistics_blocks(problem), num_block_rows(problem)
 
     def aligned(array: jax.Array, axis: int, fill: float) -> jax.Array:
-        sentinels, rest, ball = jnp.split(
-            array, (NUM_SENTINELS, NUM_SENTINELS + blocks), axis=axis
-        )
+        sentinels, rest, ball = jnp.split(array, (NUM_SENTINELS, NUM_SENTINELS + blocks), axis=axis)
         width = [(0, 0)] * array.ndim
         width[axis] = (0, padded - blocks)
         rest = jnp.pad(rest, width, constant_values=fill)

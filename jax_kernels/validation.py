@@ -22,13 +22,17 @@ def validate_shapes(query: Any, key: Any, value: Any) -> None:
     """
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 4:
-            raise ValueError(f"{name}: got shape {array.shape}; give [batch, sequence, heads, head_dim].")
+            raise ValueError(
+                f"{name}: got shape {array.shape}; give [batch, sequence, heads, head_dim]."
+            )
     if key.shape != value.shape:
         raise ValueError(
             f"value: got shape {value.shape}, key has {key.shape}; give both the same shape."
         )
     if query.shape[0] != key.shape[0]:
-        raise ValueError(f"key: got batch {key.shape[0]}, query has {query.shape[0]}; make them equal.")
+        raise ValueError(
+            f"key: got batch {key.shape[0]}, query has {query.shape[0]}; make them equal."
+        )
     if query.shape[3] != key.shape[3]:
         raise ValueError(
             f"key: got head_dim {key.shape[3]}, query has {query.shape[3]}; make them equal."
@@ -60,7 +64,9 @@ def validate_call(
     validate_shapes(query, key, value)
     names = [jnp.dtype(array.dtype).name for array in (query, key, value)]
     if len(set(names)) > 1:
-        raise ValueError(f"value: dtypes {names} differ; cast query, key and value to one of {DTYPES}.")
+        raise ValueError(
+            f"value: dtypes {names} differ; cast query, key and value to one of {DTYPES}."
+        )
     if names[0] not in DTYPES:
         raise ValueError(f"query: got dtype {names[0]}; cast to one of {DTYPES}.")
     if not 0 < query.shape[3] <= LARGEST_HEAD_DIM:
@@ -104,8 +110,8 @@ def masking_from(
         for part, length in ((query_segments, query_length), (key_segments, key_length)):
             if part.shape != (batch, length):
                 raise ValueError(
-                    f"segment_ids: got shape {part.shape}; give int32 [{batch}, {length}], or a pair "
-                    "for queries and keys."
+                    f"segment_ids: got shape {part.shape}; give int32 [{batch}, {length}], or a "
+                    "pair for queries and keys."
                 )
     if key_lengths is not None:
         key_lengths = jnp.asarray(key_lengths)

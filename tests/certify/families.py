@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from certify.formats import Float32, FloatArray, truncate_to_bfloat16
+from certify.formats import Float32, FloatArray, round_to_bfloat16
 
 STRETCH = 1.0 / 0.7
 SCALE = 1.0 / (STRETCH * math.log2(math.e))
@@ -233,7 +233,7 @@ def draw(family: Family, rng: np.random.Generator, rows: int, keys: int, dim: in
 def as_dtype(array: Float32, dtype: str) -> FloatArray:
     """The array in a dtype; bfloat16 by dropping bits."""
     if dtype == "bfloat16":
-        return FloatArray(truncate_to_bfloat16(array), dtype)
+        return FloatArray(round_to_bfloat16(array), dtype)
     if dtype == "float16":
         within = np.clip(array, -6e4, 6e4)
         return FloatArray(within.astype(np.float16).astype(np.float32), dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 
 import certify
@@ -118,8 +119,8 @@ def kernel_query(query: Float32, dtype: str) -> Float32:
     scaled = query * np.float32(math.log2(math.e) * SCALE)
     if dtype != "bfloat16":
         return scaled
-    high = (scaled.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    low = ((scaled - high).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    high = scaled.astype(ml_dtypes.bfloat16).astype(np.float32)
+    low = (scaled - high).astype(ml_dtypes.bfloat16).astype(np.float32)
     return high + low
 
 

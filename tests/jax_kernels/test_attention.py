@@ -1,14 +1,16 @@
-"""The kernels against the float64 definition: shapes, dtypes, paths, verdicts, gradients, errors."""
+"""The kernels against the float64 definition: shapes, dtypes, verdicts, gradients, errors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import certify
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import certify
+from certify import theorem
 from jax_kernels import BlockSizes, attention, num_query_blocks, reference_attention
 from tests.jax_kernels.oracle import (
     assert_as_good_as_plain,
@@ -41,7 +43,7 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_shapes_dtypes_and_paths(shape: Any, dtype: str, path: str) -> None:
-    """Catches: tail rows dropped or counted twice, heads or blocks mixed up, a pad in the softmax."""
+    """Catches: tail rows dropped or counted twice, heads mixed up, a pad in the softmax."""
     query, key, value = random_inputs(shape, dtype)
     out, lse = attention(query, key, value, path=path, block_sizes=SMALL, return_lse=True)
     assert out.dtype == query.dtype
@@ -158,7 +160,13 @@ def test_tolerance_decides_monotonically() -> None:
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_not_finite_inputs_are_recomputed(bad: float, where: str) -> None:
     """Catches: NaN or inf that certifies or verifies, or that is hidden; online softmax decides."""
-    inputs = dict(zip(("query", "key", "value"), random_inputs((1, 300, 700, 2, 2, 128), "bfloat16"), strict=True))
+    inputs = dict(
+        zip(
+            ("query", "key", "value"),
+            random_inputs((1, 300, 700, 2, 2, 128), "bfloat16"),
+            strict=True,
+        )
+    )
     inputs[where] = inputs[where].at[0, 299, 1, 5].set(bad)
     out, certificate = attention(**inputs, block_sizes=SMALL, return_certificate=True)
     online = attention(**inputs, path="online", block_sizes=SMALL)
@@ -230,7 +238,7 @@ MASKS = _masks(MASK_SHAPE)
 @pytest.mark.parametrize("path", ["auto", "online"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a mask dropped, inverted, shifted, or misread at chunk borders; rows that see nothing."""
+    """Catches: a mask dropped, inverted, shifted or cut wrongly; rows that see nothing."""
     monkeypatch.setattr("jax_kernels.exact.CHUNK_ELEMENTS", 2 * 4 * 75 * 16)
     arguments, bias = MASKS[name]
     batch, heads, queries, keys = MASK_SHAPE
@@ -271,13 +279,15 @@ GRADIENT_CASES: dict[str, dict[str, Any]] = {
     "kernel": {"block_sizes": SMALL},
     "causal": {"causal": True},
     "soft cap": {"logits_soft_cap": 3.0},
-    "boolean mask": {"attn_mask": jnp.asarray(np.random.default_rng(1).random((1, 1, 130, 600)) < 0.3)},
+    "boolean mask": {
+        "attn_mask": jnp.asarray(np.random.default_rng(1).random((1, 1, 130, 600)) < 0.3)
+    },
 }
 
 
 @pytest.mark.parametrize("name", GRADIENT_CASES)
 def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a missing scale, a wrong head group, padded rows that leak into sums over queries."""
+    """Catches: a missing scale, a wrong head group, padded rows leaking into sums over queries."""
     monkeypatch.setattr("jax_kernels.exact.CHUNK_ELEMENTS", 4 * 600 * 48)
     arguments = dict(GRADIENT_CASES[name])
     plain = {k: v for k, v in arguments.items() if k != "block_sizes"}
@@ -325,7 +335,7 @@ def test_empty_and_tiny_problems() -> None:
 
 
 def test_inputs_are_left_alone_and_calls_repeat() -> None:
-    """Catches: donated or overwritten inputs, uninitialised scratch (first call unlike the second)."""
+    """Catches: donated or overwritten inputs, uninitialised scratch, state between calls."""
     query, key, value = _heads_of_every_verdict("bfloat16")
     before = [np.asarray(x).copy() for x in (query, key, value)]
     results = [np.asarray(attention(query, key, value, block_sizes=SMALL)) for _ in range(3)]
@@ -398,3 +408,52 @@ def test_block_sizes_are_validated(sizes: Any) -> None:
     """Catches: tiles that the compiler would refuse with an error of its own."""
     with pytest.raises(ValueError, match="block_sizes: block_"):
         BlockSizes(*sizes)
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-34])
+@pytest.mark.parametrize("path", ["auto", "online"])
+def test_small_values_keep_the_room_of_plain_online_softmax(path: str, size: float) -> None:
+    """Catches: a row maximum raised where nothing can overflow, so that small products flush."""
+    query, key, value = random_inputs((1, 256, 1100, 1, 1, 128), "bfloat16", query_scale=8.0)
+    value = (jnp.clip(value, -1, 1) * size).astype(jnp.bfloat16)
+    out = attention(query, key, value, path=path, block_sizes=SMALL)
+    exact, _ = float64_attention(query, key, value)
+    error = np.abs(np.asarray(out).astype(np.float64) - exact).max()
+    assert error <= 2.0**-7 * size + 1100 * 2.0**-126
+
+
+LOOKS = {
+    "row sums": ("certify.theorem.ROW_SUM_MAX", float("inf"), 127.5),
+    "numerator and output": ("jax_kernels.forward.FLOAT32_LARGEST", float("inf"), 122.0),
+}
+
+
+@pytest.mark.parametrize("mutated", [False, True], ids=["checked", "mutant"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_every_look_of_the_check_is_needed(
+    look: str, mutated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look catches stabilizers that no other look catches; without it the test fails.
+
+    Stabilizers are set so low that row sums (first) or only numerators (second) overflow.
+    """
+    name, blind, height = LOOKS[look]
+
+    def too_low(upper: Any, lower: Any, origin: Any, head: Any, *, xp: Any) -> theorem.Choice:
+        del upper, origin, head
+        return theorem.Choice(lower - height, xp.zeros(lower.shape, bool))
+
+    query, key, value = random_inputs((1, 256, 1100, 1, 1, 128), "bfloat16", query_scale=1e-3)
+    value = jnp.full_like(value, 200.0 if look.startswith("numerator") else 1e-3)
+    monkeypatch.setattr("certify.theorem.choose_stabilizer", too_low)
+    if mutated:
+        monkeypatch.setattr(name, blind)
+        if look.startswith("numerator"):
+            monkeypatch.setattr("jax_kernels.forward.largest_output", lambda dtype: blind)
+    jax.clear_caches()
+    out, certificate = attention(query, key, value, block_sizes=SMALL, return_certificate=True)
+    jax.clear_caches()
+    recomputed = (np.asarray(certificate["verdict"]) == VERDICT["recomputed"]).all()
+    exact, _ = float64_attention(query, key, value)
+    right = np.allclose(np.asarray(out).astype(np.float64), exact, rtol=2.0**-7)
+    assert (recomputed and right) != mutated

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import certify
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import certify
 from jax_kernels import BlockSizes, attention
 from tests.jax_kernels.oracle import assert_as_good_as_plain, float64_attention, random_inputs
 
@@ -130,9 +131,7 @@ def test_case_11_one_bad_head() -> None:
     """Catches: a certificate pooled over heads; one head has logits of +-5,000 bits."""
     query, key, value = random_inputs((1, 256, 300, 24, 24, 64), "bfloat16")
     query = query.at[:, :, 7].multiply(4000)
-    out, certificate = attention(
-        query, key, value, **PATHS["certified"], return_certificate=True
-    )
+    out, certificate = attention(query, key, value, **PATHS["certified"], return_certificate=True)
     verdict = np.asarray(certificate["verdict"])
     certified = np.ones(24, bool)
     certified[7] = False
