@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -78,16 +80,39 @@ def definition(
     return (probabilities @ values).transpose(1, 2), lse
 
 
-def plain_attention(query: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
-    """Softmax in float32, probabilities and output rounded to the dtype of ``query``."""
-    out, _ = definition(
-        query,
-        *rest,
-        **options,
-        dtype=torch.float32,
-        probability_dtype=query.dtype,  # type: ignore[arg-type]
+def plain_attention(inputs: Tensors, **options: Any) -> torch.Tensor:
+    """Softmax in float32, probabilities and output rounded to the dtype of the query."""
+    dtype = inputs[0].dtype
+    out, _ = definition(*inputs, **options, dtype=torch.float32, probability_dtype=dtype)
+    return out.to(dtype)
+
+
+def as_leaves(inputs: Tensors, dtype: torch.dtype) -> Tensors:
+    """Copies of the inputs in ``dtype`` that collect gradients."""
+    query, key, value = (tensor.detach().clone().to(dtype).requires_grad_() for tensor in inputs)
+    return query, key, value
+
+
+def moved(inputs: Tensors, device: torch.device, requires_grad: bool = False) -> Tensors:
+    """Copies of the inputs on ``device``, leaves of a graph if asked for."""
+    query, key, value = (
+        tensor.detach().clone().to(device).requires_grad_(requires_grad) for tensor in inputs
     )
-    return out.to(query.dtype)
+    return query, key, value
+
+
+def moved_options(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The options with their tensors on ``device``."""
+    return {
+        name: option.to(device) if isinstance(option, torch.Tensor) else option
+        for name, option in options.items()
+    }
+
+
+def transposed(inputs: Tensors) -> Tensors:
+    """[B, S, H, D] <-> [B, H, S, D]."""
+    query, key, value = (tensor.transpose(1, 2) for tensor in inputs)
+    return query, key, value
 
 
 def on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -16,9 +16,12 @@ from tests.torch_clis.helpers import (
     allowed_error,
     definition,
     largest_error,
+    moved,
+    moved_options,
     on_host,
     plain_attention,
     random_inputs,
+    transposed,
 )
 
 
@@ -179,18 +182,15 @@ class Runner:
     def __call__(self, inputs: Tensors, options: dict[str, Any]) -> torch.Tensor:
         import torch_xla
 
-        device = torch_xla.device() if self.device == "xla" else "cpu"
-        tensors = [tensor.to(device) for tensor in inputs]
-        options = {
-            name: option.to(device) if isinstance(option, torch.Tensor) else option
-            for name, option in options.items()
-        }
+        device = torch_xla.device() if self.device == "xla" else torch.device("cpu")
+        tensors = moved(inputs, device)
+        options = moved_options(options, device)
         if self.layout == "BSHD":
             out = torch_clis.attention(*tensors, path=self.path, **options)
         else:
-            out = torch_clis.scaled_dot_product_attention(
-                *(tensor.transpose(1, 2) for tensor in tensors), **options
-            ).transpose(1, 2)
+            query, key, value = transposed(tensors)
+            out = torch_clis.scaled_dot_product_attention(query, key, value, **options)
+            out = out.transpose(1, 2)
         unchanged = all(
             torch.equal(given, moved.cpu()) for given, moved in zip(inputs, tensors, strict=True)
         )
@@ -218,9 +218,10 @@ COMBINATIONS = [
 @pytest.mark.parametrize(("case", "runner"), COMBINATIONS)
 def test_field_case(case: Case, runner: Runner, generator: torch.Generator) -> None:
     """Fault: the case's own, see ``Case.fault``."""
-    inputs = tuple(tensor.to(case.dtype) for tensor in case.inputs(generator))
+    query, key, value = (tensor.to(case.dtype) for tensor in case.inputs(generator))
+    inputs = (query, key, value)
     wanted, _ = definition(*inputs, **case.options)
-    plain = plain_attention(*inputs, **case.options)
+    plain = plain_attention(inputs, **case.options)
     if case.value is not None:
         wanted = torch.full_like(wanted, torch.tensor(case.value, dtype=case.dtype).item())
     results = [runner(inputs, case.options) for _ in range(case.repetitions)]
@@ -251,13 +252,11 @@ def test_field_case11_one_bad_head(name: str, generator: torch.Generator) -> Non
         import torch_xla
 
         device = torch_xla.device()
-    inputs = [tensor.bfloat16() for tensor in (query, key, value)]
-    out, certificate = torch_clis.attention(
-        *(tensor.to(device) for tensor in inputs), return_certificate=True
-    )
+    inputs = (query.bfloat16(), key.bfloat16(), value.bfloat16())
+    out, certificate = torch_clis.attention(*moved(inputs, device), return_certificate=True)
     out, verdict = on_host(out, certificate["verdict"])
     wanted, _ = definition(*inputs)
-    plain = plain_attention(*inputs)
+    plain = plain_attention(inputs)
     assert out.isfinite().all()
     assert largest_error(out, wanted) <= allowed_error(plain, wanted)
     if name == "cpu":

@@ -11,8 +11,11 @@ import torch_clis
 from tests.torch_clis.helpers import (
     Tensors,
     allowed_error,
+    as_leaves,
     definition,
     largest_error,
+    moved,
+    moved_options,
     on_host,
     random_inputs,
 )
@@ -46,18 +49,14 @@ def test_gradients(
     inputs = random_inputs(generator, (2, 40, 4, 32), (2, 50, 2, 32), dtype)
     weights = torch.randn(inputs[0].shape, generator=generator)
 
-    leaves = tuple(tensor.double().requires_grad_() for tensor in inputs)
+    leaves = as_leaves(inputs, torch.float64)
     wanted = _gradients(definition(*leaves, **options)[0], leaves, weights)
-    leaves = tuple(tensor.clone().requires_grad_() for tensor in inputs)
+    leaves = as_leaves(inputs, inputs[0].dtype)
     out, _ = definition(*leaves, **options, dtype=torch.float32, probability_dtype=dtype)
     plain = _gradients(out.to(dtype), leaves, weights)
 
-    moved = {
-        name: option.to(device) if isinstance(option, torch.Tensor) else option
-        for name, option in options.items()
-    }
-    leaves = tuple(tensor.to(device).requires_grad_() for tensor in inputs)
-    out = torch_clis.attention(*leaves, **moved, enable_gqa=True)
+    leaves = moved(inputs, device, requires_grad=True)
+    out = torch_clis.attention(*leaves, **moved_options(options, device), enable_gqa=True)
     got = on_host(*_gradients(out, leaves, weights))
     for gradient, reference, simple, leaf in zip(got, wanted, plain, inputs, strict=True):
         assert gradient.dtype == leaf.dtype and gradient.shape == leaf.shape
@@ -70,11 +69,11 @@ def test_gradients_after_the_fixed_stabilizer_kernel(
     """Fault: the log-sum-exp of the fixed-stabilizer kernel is of another base or offset."""
     inputs = random_inputs(generator, (1, 30, 2, 64), (1, 1100, 2, 64))
     weights = torch.randn(inputs[0].shape, generator=generator)
-    leaves = tuple(tensor.double().requires_grad_() for tensor in inputs)
+    leaves = as_leaves(inputs, torch.float64)
     wanted = _gradients(definition(*leaves)[0], leaves, weights)
-    leaves = tuple(tensor.clone().requires_grad_() for tensor in inputs)
+    leaves = as_leaves(inputs, inputs[0].dtype)
     plain = _gradients(definition(*leaves, dtype=torch.float32)[0], leaves, weights)
-    leaves = tuple(tensor.to(xla_device).requires_grad_() for tensor in inputs)
+    leaves = moved(inputs, xla_device, requires_grad=True)
     got = on_host(*_gradients(torch_clis.attention(*leaves), leaves, weights))
     for gradient, reference, simple in zip(got, wanted, plain, strict=True):
         assert largest_error(gradient, reference) <= allowed_error(simple, reference, FACTOR)
@@ -82,9 +81,7 @@ def test_gradients_after_the_fixed_stabilizer_kernel(
 
 def test_only_out_is_differentiable(device: torch.device, generator: torch.Generator) -> None:
     """Fault: a loss on the log-sum-exp or the certificate trains on a gradient of zero."""
-    query, key, value = (
-        tensor.to(device).requires_grad_() for tensor in random_inputs(generator, (1, 8, 1, 16))
-    )
+    query, key, value = moved(random_inputs(generator, (1, 8, 1, 16)), device, requires_grad=True)
     out, lse, certificate = torch_clis.attention(
         query, key, value, return_lse=True, return_certificate=True
     )
@@ -97,7 +94,7 @@ def test_a_mask_that_needs_a_gradient_is_refused(
     device: torch.device, generator: torch.Generator
 ) -> None:
     """Fault: a learned bias silently stops learning."""
-    query, key, value = (t.to(device) for t in random_inputs(generator, (1, 8, 1, 16)))
+    query, key, value = moved(random_inputs(generator, (1, 8, 1, 16)), device)
     bias = torch.zeros(8, 8, device=device, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"attn_mask: requires a gradient"):
         torch_clis.attention(query, key, value, attn_mask=bias)

@@ -13,6 +13,8 @@ from tests.torch_clis.helpers import (
     allowed_error,
     definition,
     largest_error,
+    moved,
+    moved_options,
     on_host,
     plain_attention,
     random_inputs,
@@ -53,14 +55,10 @@ def test_agrees_with_the_definition(
     if "attn_mask" in options:
         options["attn_mask"] = _mask(options["attn_mask"], (2, 1, 70, 133), generator)
     wanted, wanted_lse = definition(query, key, value, **options)
-    limit = allowed_error(plain_attention(query, key, value, **options), wanted)
-    moved = {
-        name: option.to(device) if isinstance(option, torch.Tensor) else option
-        for name, option in options.items()
-    }
+    limit = allowed_error(plain_attention((query, key, value), **options), wanted)
     out, lse = torch_clis.attention(
-        *(tensor.to(device) for tensor in (query, key, value)),
-        **moved,
+        *moved((query, key, value), device),
+        **moved_options(options, device),
         enable_gqa=True,
         return_lse=True,
     )
@@ -85,9 +83,9 @@ def test_many_keys_and_their_certificate(
     """Fault: fields of the packed certificate are permuted, or codes lose their meaning."""
     query, key, value = random_inputs(generator, (1, 200, 2, 64), (1, 1500, 2, 64), dtype)
     wanted, _ = definition(query, key, value)
-    limit = allowed_error(plain_attention(query, key, value), wanted)
+    limit = allowed_error(plain_attention((query, key, value)), wanted)
     out, certificate = torch_clis.attention(
-        *(tensor.to(device) for tensor in (query, key, value)), path=path, return_certificate=True
+        *moved((query, key, value), device), path=path, return_certificate=True
     )
     assert tuple(certificate) == CERTIFICATE_FIELDS
     out, *values = on_host(out, *certificate.values())
@@ -115,13 +113,12 @@ def test_causal_alignment(
 ) -> None:
     """Fault: scaled_dot_product_attention aligns bottom-right where torch aligns top-left."""
     inputs = random_inputs(generator, (1, 2, num_queries, 32), (1, 2, num_keys, 32))
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        *(tensor.double() for tensor in inputs), is_causal=True
-    )
-    got = torch_clis.scaled_dot_product_attention(
-        *(tensor.to(device) for tensor in inputs), is_causal=True
-    )
-    plain = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    theirs = torch.nn.functional.scaled_dot_product_attention
+    query, key, value = inputs
+    wanted = theirs(query.double(), key.double(), value.double(), is_causal=True)
+    plain = theirs(query, key, value, is_causal=True)
+    query, key, value = moved(inputs, device)
+    got = torch_clis.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert largest_error(got, wanted) <= allowed_error(plain, wanted)
 
 
@@ -134,7 +131,7 @@ def test_nan_beyond_the_length_stays_there(
     for padded in (key, value):
         padded[:, 25:] = float("nan")
     lengths = torch.tensor([25], dtype=torch.int32, device=device)
-    got = torch_clis.attention(*(t.to(device) for t in (query, key, value)), key_lengths=lengths)
+    got = torch_clis.attention(*moved((query, key, value), device), key_lengths=lengths)
     assert largest_error(got, wanted) <= 2.0**-20
 
 
@@ -172,7 +169,7 @@ def test_opcheck(
     if aspect == "test_autograd_registration":
         device = torch.device("cpu")  # opcheck knows no other backend of ours
     inputs = random_inputs(generator, (1, 24, 4, 64), (1, 33, 2, 64))
-    tensors = [tensor.to(device).requires_grad_(requires_grad) for tensor in inputs]
+    tensors = moved(inputs, device, requires_grad)
     torch.library.opcheck(
         torch.ops.clis.attention, (*tensors, *OPCHECK_ARGUMENTS), test_utils=aspect
     )
@@ -181,9 +178,7 @@ def test_opcheck(
 @pytest.mark.parametrize("aspect", ["test_schema", "test_faketensor"])
 def test_opcheck_backward(aspect: str, device: torch.device, generator: torch.Generator) -> None:
     """Fault: the backward op's fake shapes follow the query where key heads are fewer."""
-    query, key, value = (
-        tensor.to(device) for tensor in random_inputs(generator, (1, 24, 4, 64), (1, 33, 2, 64))
-    )
+    query, key, value = moved(random_inputs(generator, (1, 24, 4, 64), (1, 33, 2, 64)), device)
     out, lse, _ = torch.ops.clis.attention(query, key, value, *OPCHECK_ARGUMENTS)
     arguments = (query, key, value, out, lse, torch.ones_like(out), None, None, None, False)
     torch.library.opcheck(torch.ops.clis.attention_backward, arguments, test_utils=aspect)
@@ -213,7 +208,7 @@ def test_functionalization_and_export(generator: torch.Generator) -> None:
 
 def test_compile_openxla(xla_device: torch.device, generator: torch.Generator) -> None:
     """Fault: a graph break, or another result, under torch.compile on XLA."""
-    inputs = [tensor.to(xla_device) for tensor in random_inputs(generator, (1, 24, 2, 64))]
+    inputs = moved(random_inputs(generator, (1, 24, 2, 64)), xla_device)
     wanted = _between_other_ops(*inputs).cpu()
     torch._dynamo.reset()
     compiled = torch.compile(_between_other_ops, backend="openxla", fullgraph=True)
@@ -226,7 +221,7 @@ def test_no_second_compilation(xla_device: torch.device, generator: torch.Genera
     import torch_xla
     from torch_xla.debug import metrics
 
-    inputs = [tensor.to(xla_device) for tensor in random_inputs(generator, (1, 24, 2, 64))]
+    inputs = moved(random_inputs(generator, (1, 24, 2, 64)), xla_device)
 
     def step() -> int:
         out = torch_clis.attention(*inputs)

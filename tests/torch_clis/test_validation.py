@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_clis
+from tests.torch_clis.helpers import moved_options
 from torch_clis import lowering
 
 
@@ -124,19 +125,13 @@ def test_scaled_dot_product_attention_refuses(name: str) -> None:
 def test_xla_refuses_before_lowering(name: str, xla_device: torch.device) -> None:
     """Fault: the XLA kernel trusts what only the CPU kernel checks."""
     changes, error, message = ATTENTION[name]
-    moved = {
-        key: item.to(xla_device) if isinstance(item, torch.Tensor) else item
-        for key, item in {**_good(), **changes}.items()
-    }
-    before = lowering.cache_info()
-    with pytest.raises(error, match=message):
-        torch_clis.attention(**moved)
-    assert lowering.cache_info() == before
+    changes = moved_options({**_good(), **changes}, xla_device)
+    _check(torch_clis.attention, (changes, error, message))
 
 
 def test_other_devices_are_named() -> None:
     """Fault: an accelerator without a kernel gets another device's, or an error without remedy."""
     with FakeTensorMode():
-        inputs = {name: _tensor(2, 6, 4, 8, device="cuda") for name in ("query", "key", "value")}
+        query = _tensor(2, 6, 4, 8, device="cuda")
         with pytest.raises(NotImplementedError, match=r"query: got device cuda.*Move the tensors"):
-            torch_clis.attention(**inputs)
+            torch_clis.attention(query, query, query)

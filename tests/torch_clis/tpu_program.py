@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
@@ -57,7 +58,7 @@ def compiled_text(tensors: list[torch.Tensor], topology: str) -> str:
     """HLO text of the program that computes ``tensors``, compiled for one device of a topology."""
     proto = torch_xla._XLAC._get_xla_tensors_hlo_proto(tensors)
     module = _jax.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    device: Any = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     options = xla_client.CompileOptions()
     options.executable_build_options.use_shardy_partitioner = False
     executable = device.client.compile(
