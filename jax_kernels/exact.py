@@ -31,11 +31,11 @@ class ExactSettings:
 
 class _Chunks(NamedTuple):
     rows: int
-    count: int
+    number: int
 
     @property
     def padded(self) -> int:
-        return self.rows * self.count
+        return self.rows * self.number
 
 
 def _chunks_for(query: jax.Array, key_length: int) -> _Chunks:
@@ -50,7 +50,7 @@ def _split(array: jax.Array, chunks: _Chunks, axis: int, fill: float = 0.0) -> j
     width = [(0, 0)] * array.ndim
     width[axis] = (0, chunks.padded - array.shape[axis])
     padded = jnp.pad(array, width, constant_values=fill)
-    shape = (*array.shape[:axis], chunks.count, chunks.rows, *array.shape[axis + 1 :])
+    shape = (*array.shape[:axis], chunks.number, chunks.rows, *array.shape[axis + 1 :])
     return jnp.moveaxis(padded.reshape(shape), axis, 0)
 
 
@@ -98,7 +98,7 @@ def exact_attention(
         out = numerator / jnp.swapaxes(divisor, 1, 2)
         return out.astype(query.dtype), (largest + jnp.log(row_sum))[..., 0]
 
-    starts = jnp.arange(chunks.count) * chunks.rows
+    starts = jnp.arange(chunks.number) * chunks.rows
     out, lse = jax.lax.map(one_chunk, (starts, _split(query, chunks, 1)))
     return _join(out, 1, query_length), _join(lse, 2, query_length)
 
@@ -131,7 +131,7 @@ def exact_backward(
     query_length = query.shape[1]
     chunks = _chunks_for(query, key.shape[1])
     mask = masking.attn_mask
-    biased = mask is not None and mask.dtype != jnp.bool_
+    bias = None if mask is None or mask.dtype == jnp.bool_ else mask
     padded_masking = pad_query_rows(masking, chunks.padded)
     visible_value = _visible_values(value, masking)
     row_product = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), axis=-1)
@@ -165,14 +165,14 @@ def exact_backward(
         grad_logits = weights * (grad_weights - rows_offset[..., None])
         grad_rows, grad_key = logits_vjp(grad_logits)
         grad_bias = None
-        if biased:
-            spread = tuple(axis for axis in (0, 1, 3) if mask.shape[axis] == 1)
+        if bias is not None:
+            spread = tuple(axis for axis in (0, 1, 3) if bias.shape[axis] == 1)
             grad_bias = jnp.sum(grad_logits, axis=spread, keepdims=True)
         added = (sums[0] + grad_key.astype(jnp.float32), sums[1] + grad_value.astype(jnp.float32))
         return added, (grad_rows, grad_bias)
 
     pieces = (
-        jnp.arange(chunks.count) * chunks.rows,
+        jnp.arange(chunks.number) * chunks.rows,
         _split(query, chunks, 1),
         _split(grad_out, chunks, 1),
         _split(saved, chunks, 2, fill=jnp.inf),
@@ -182,9 +182,9 @@ def exact_backward(
     (grad_key, grad_value), (grad_query, grad_bias) = jax.lax.scan(one_chunk, zeros, pieces)
     grad_value = _visible_values(grad_value, masking)
     grad_mask = None
-    if grad_bias is not None:
+    if bias is not None and grad_bias is not None:
         grad_mask = _join(grad_bias, 2, query_length)
-        if mask.shape[2] == 1:
+        if bias.shape[2] == 1:
             grad_mask = jnp.sum(grad_mask, axis=2, keepdims=True)
     return Gradients(
         _join(grad_query, 1, query_length).astype(query.dtype),

@@ -94,5 +94,8 @@ def random_inputs(
     rng = np.random.default_rng(seed)
     query = rng.standard_normal((batch, query_length, heads, head_dim)) * query_scale
     key, value = (rng.standard_normal((batch, key_length, key_heads, head_dim)) for _ in range(2))
-    query, key, value = (jnp.asarray(x, jnp.float32).astype(dtype) for x in (query, key, value))
-    return query, key, value
+
+    def cast(array: np.ndarray) -> jax.Array:
+        return jnp.asarray(array, jnp.float32).astype(dtype)
+
+    return cast(query), cast(key), cast(value)

@@ -160,7 +160,7 @@ def test_tolerance_decides_monotonically() -> None:
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_not_finite_inputs_are_recomputed(bad: float, where: str) -> None:
     """Catches: NaN or inf that certifies or verifies, or that is hidden; online softmax decides."""
-    inputs = dict(
+    inputs: dict[str, Any] = dict(
         zip(
             ("query", "key", "value"),
             random_inputs((1, 300, 700, 2, 2, 128), "bfloat16"),

@@ -80,7 +80,8 @@ def test_case_6_mask_dropped(path: dict[str, Any]) -> None:
     query, key, _ = random_inputs((1, 10, 10, 2, 2, 16), "float32")
     value = jnp.ones((1, 10, 2, 16)).at[:, 5:].set(100.0)
     mask = jnp.arange(10) < 5
-    for arguments in ({"attn_mask": mask}, {"key_lengths": jnp.asarray([5])}):
+    hidden: list[dict[str, Any]] = [{"attn_mask": mask}, {"key_lengths": jnp.asarray([5])}]
+    for arguments in hidden:
         out = attention(query, key, value, **arguments, **path)
         np.testing.assert_allclose(np.asarray(out), 1.0, atol=2e-7)
 
