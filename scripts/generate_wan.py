@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
 
 from command_line import UserError, console, run
 from wan_video import checkpoint, outputs, runtime
@@ -48,7 +49,7 @@ def generate_with_progress(root: Path, request: Request) -> Result:
     with console.status(f"loading {request.model}"):
         try:
             pipeline = generation.load(root, request.dtype)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
                 f"--model {request.model} cannot be loaded: {reason}; check that the checkpoint is "

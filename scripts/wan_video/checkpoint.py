@@ -11,6 +11,7 @@ from wan_video.request import Request, check_multiple
 
 PIPELINE_CLASS = "WanPipeline"
 TRANSFORMER_CLASS = "WanTransformer3DModel"
+WEIGHTED_PARTS = ("transformer", "transformer_2", "text_encoder", "vae")
 # Loaded are safetensors and JSON only; pickled weights can run code.
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 
@@ -24,9 +25,11 @@ def find(request: Request) -> Path:
     if not request.is_hub_id:
         root = Path(request.model).expanduser()
         check(root, request)
-        return root
-    check(_download(request.model, ("*.json",)), request)
-    return _download(request.model, HUB_FILES)
+    else:
+        check(_download(request.model, ("*.json",)), request)
+        root = _download(request.model, HUB_FILES)
+    check_weights(root, request)
+    return root
 
 
 def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
@@ -49,9 +52,9 @@ def check(root: Path, request: Request) -> None:
             f"--model {request.model} is a {found}; give a Wan text-to-video checkpoint "
             f"({PIPELINE_CLASS})"
         )
-    experts = ["transformer", *(["transformer_2"] if _has(index, "transformer_2") else [])]
-    for name in experts:
-        _check_transformer(root, name, index, request)
+    for name in ("transformer", "transformer_2"):
+        if name == "transformer" or _has(index, name):
+            _check_transformer(root, name, index, request)
     vae = read_json(root / "vae" / "config.json", "has no VAE")
     for size in ("height", "width"):
         check_multiple(size, getattr(request, size), 2 * int(vae.get("scale_factor_spatial") or 8))
@@ -70,6 +73,17 @@ def _check_transformer(root: Path, name: str, index: dict[str, Any], request: Re
         raise UserError(
             f"--model {request.model}: its {name} wants an image; give a text-to-video checkpoint"
         )
+
+
+def check_weights(root: Path, request: Request) -> None:
+    """Every part that has a configuration must have its weights as safetensors."""
+    for name in WEIGHTED_PARTS:
+        part = root / name
+        if (part / "config.json").is_file() and not any(part.glob("*.safetensors")):
+            raise UserError(
+                f"--model {request.model}: {name} has no .safetensors file; complete the download, "
+                "or convert pickled weights with save_pretrained(safe_serialization=True)"
+            )
 
 
 def _has(index: dict[str, Any], name: str) -> bool:

@@ -106,12 +106,17 @@ def activity() -> Activity:
         data = metrics.metric_data(name)
         return (int(data[0]), data[1] * 1e-9) if data else (0, 0.0)
 
+    def count(name: str) -> int:
+        return int(metrics.counter_value(name) or 0)
+
     compilations, compile_seconds = samples_and_seconds("CompileTime")
     fallbacks = [name for name in metrics.counter_names() if name.startswith(FALLBACK_PREFIX)]
     return Activity(
         compilations=compilations,
         compile_seconds=compile_seconds,
-        executions=samples_and_seconds("ExecuteTime")[0],
+        # Counted where a program is launched; the samples of ExecuteTime arrive later, from another
+        # thread.
+        executions=count("CachedCompile") + count("UncachedCompile"),
         device_to_host=samples_and_seconds("TransferFromDeviceTime")[0],
-        fallbacks=sum(int(metrics.counter_value(name)) for name in fallbacks),
+        fallbacks=sum(map(count, fallbacks)),
     )

@@ -1,0 +1,194 @@
+"""Bad input to generate_wan.py: one line on stderr, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RunScript = Callable[..., subprocess.CompletedProcess[str]]
+
+PROMPT = ("--prompt", "a cat")
+
+
+def assert_refused(
+    done: subprocess.CompletedProcess[str], *words: str, empty: Path | None = None
+) -> None:
+    """Fault: a traceback, a boxed usage text, exit code 1, no remedy, a stray file."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+    if empty is not None:
+        assert list(empty.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--height", "100"), ("--height is 100", "multiple of 16", "96 or 112")),
+        (("--width", "8"), ("--width is 8", "multiple of 16", "such as 16")),
+        (("--width", "-16"), ("--width is -16", "multiple of 16")),
+        (("--num-frames", "16"), ("--num-frames is 16", "4k + 1", "13 or 17")),
+        (("--num-frames", "0"), ("--num-frames is 0", "4k + 1")),
+        (("--steps", "0"), ("--steps is 0", "1 or more")),
+        (("--fps", "0"), ("--fps is 0", "1 or more")),
+        (("--seed", "-1"), ("--seed is -1",)),
+        (("--guidance-scale", "nan"), ("--guidance-scale", "0 or more")),
+        (("--attention", "flash"), ("'flash'", "clis, online, native")),
+        (("--dtype", "float16"), ("'float16'", "bfloat16, float32")),
+        (("--attention", "native", "--report", "r.html"), ("--report", "--attention clis")),
+        (("--attention", "native-bfloat16", "--dtype", "float32"), ("native-bfloat16", "use")),
+        (("--report", "r.txt"), ("--report", ".html")),
+        (("--steps", "many"), ("--steps", "--help")),
+        (("--unknown",), ("--unknown", "--help")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_bad_option(
+    run_script: RunScript,
+    tiny_wan: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    words: tuple[str, ...],
+) -> None:
+    output = tmp_path / "video.mp4"
+    done = run_script(
+        "generate_wan.py", "--model", tiny_wan, *PROMPT, "--output", output, *arguments
+    )
+    assert_refused(done, *words, empty=tmp_path)
+
+
+def test_missing_model_directory(run_script: RunScript, tmp_path: Path) -> None:
+    done = run_script(
+        "generate_wan.py", "--model", tmp_path / "absent", *PROMPT, "--output", tmp_path / "v.mp4"
+    )
+    assert_refused(done, "there is no directory", "make_tiny_checkpoint.py", empty=tmp_path)
+
+
+def test_hub_id_that_cannot_be_reached(run_script: RunScript, tmp_path: Path) -> None:
+    """The tests run with the hub switched off, as on a machine without a network."""
+    done = run_script(
+        "generate_wan.py", "--model", "nobody/nothing", *PROMPT, "--output", tmp_path / "v.mp4"
+    )
+    assert_refused(done, "nobody/nothing", "check the name, the network", empty=tmp_path)
+
+
+def test_output_below_a_file(run_script: RunScript, tiny_wan: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run_script(
+        "generate_wan.py",
+        *("--model", tiny_wan, *PROMPT, "--output", tmp_path / "file" / "video.mp4"),
+    )
+    assert_refused(done, "cannot write", "choose a place")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("output", "word"), [("clip.avi", ".mp4"), ("folder.mp4", "is a directory")]
+)
+def test_output_of_the_wrong_kind(
+    run_script: RunScript, tiny_wan: Path, tmp_path: Path, output: str, word: str
+) -> None:
+    (tmp_path / "folder.mp4").mkdir()
+    done = run_script(
+        "generate_wan.py", "--model", tiny_wan, *PROMPT, "--output", tmp_path / output
+    )
+    assert_refused(done, word)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.mp4"]
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **changes}))
+
+
+def other_pipeline(model: Path) -> None:
+    edit_json(model / "model_index.json", _class_name="LTXPipeline")
+
+
+def other_transformer(model: Path) -> None:
+    edit_json(model / "transformer" / "config.json", _class_name="LTXVideoTransformer3DModel")
+
+
+def declares_other_transformer(model: Path) -> None:
+    edit_json(model / "model_index.json", transformer=["diffusers", "FluxTransformer2DModel"])
+
+
+def image_to_video(model: Path) -> None:
+    edit_json(model / "transformer" / "config.json", in_channels=36)
+
+
+def no_index(model: Path) -> None:
+    (model / "model_index.json").unlink()
+
+
+def broken_index(model: Path) -> None:
+    (model / "model_index.json").write_text("{")
+
+
+def no_weights(model: Path) -> None:
+    (model / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+
+
+def pickled_weights(model: Path) -> None:
+    weights = model / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+
+
+def truncated_weights(model: Path) -> None:
+    weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def finer_vae(model: Path) -> None:
+    edit_json(model / "vae" / "config.json", scale_factor_spatial=16)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (other_pipeline, ("LTXPipeline", "WanPipeline")),
+        (other_transformer, ("LTXVideoTransformer3DModel", "WanTransformer3DModel")),
+        (declares_other_transformer, ("FluxTransformer2DModel", "WanTransformer3DModel")),
+        (image_to_video, ("wants an image", "text-to-video")),
+        (no_index, ("not a diffusers checkpoint",)),
+        (broken_index, ("not a diffusers checkpoint",)),
+        (no_weights, ("transformer has no .safetensors",)),
+        (pickled_weights, ("vae has no .safetensors", "safe_serialization")),
+        (truncated_weights, ("cannot be loaded", "complete")),
+        (finer_vae, ("--height is 48", "multiple of 32")),
+    ],
+)
+def test_model_that_is_not_a_wan_pipeline(
+    run_script: RunScript,
+    tiny_wan: Path,
+    tmp_path: Path,
+    spoil: Callable[[Path], None],
+    words: tuple[str, ...],
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_wan, model)
+    out.mkdir()
+    spoil(model)
+    size = ("--height", "48", "--width", "64", "--num-frames", "5", "--steps", "1")
+    done = run_script(
+        "generate_wan.py", "--model", model, *PROMPT, *size, "--output", out / "video.mp4"
+    )
+    assert_refused(done, *words, empty=out)
+
+
+def test_help_shows_an_example_that_runs(run_script: RunScript) -> None:
+    """Fault: the documented example names an option that does not exist."""
+    done = run_script("generate_wan.py", "--help")
+    assert done.returncode == 0
+    example = done.stdout.split("Example: ", 1)[1].split("Options:")[0]
+    for option in (word for word in example.split() if word.startswith("--")):
+        assert option in done.stdout.split("Options:")[1]
