@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+_HOST = torch.device("cpu")
+
 LOGITS_PER_CHUNK = 2**23
 """Logits held at once: 32 MB in float32 for each of the arrays that a chunk needs."""
 
@@ -32,9 +34,9 @@ class Visibility:
     def hidden(self, start: int, stop: int, num_queries: int, num_keys: int) -> torch.Tensor | None:
         """bool, broadcastable to [B, H, stop - start, S_k]; None where nothing is hidden."""
         parts = []
-        positions = torch.arange(num_keys)
+        positions = torch.arange(num_keys, device=_HOST)
         if self.causal:
-            last = torch.arange(start, stop)[:, None] + num_keys - num_queries
+            last = torch.arange(start, stop, device=_HOST)[:, None] + num_keys - num_queries
             parts.append((positions > last)[None, None])
         if self.key_lengths is not None:
             parts.append((positions >= self.key_lengths[:, None])[:, None, None, :])
@@ -80,8 +82,8 @@ def attention_cpu(
     """
     batch, num_queries, heads, head_dim = query.shape
     keys, values = _heads_first(key), _usable_values(value, visibility, query)
-    out = torch.empty(query.shape, dtype=query.dtype)
-    lse = torch.empty((batch, heads, num_queries), dtype=torch.float32)
+    out = query.new_empty(query.shape)
+    lse = query.new_empty((batch, heads, num_queries), dtype=torch.float32)
     for start, stop in _chunks(num_queries, batch * heads * key.shape[1]):
         logits, hidden = _logits(query, keys, visibility, scale, start, stop)
         row_max = logits.amax(dim=-1, keepdim=True)
@@ -118,7 +120,7 @@ def attention_backward_cpu(
     batch, num_queries, heads, head_dim = query.shape
     keys, values = _heads_first(key), _usable_values(value, visibility, query)
     key_heads = keys.shape[1]
-    grad_query = torch.empty_like(query)
+    grad_query = query.new_empty(query.shape)
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
     finite_lse = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
     for start, stop in _chunks(num_queries, batch * heads * key.shape[1]):
@@ -181,9 +183,10 @@ def _usable_values(
     """float32 ``[B, H_kv, S_k, D]``, 0 at keys that no query sees: 0 * NaN would be NaN."""
     values = _heads_first(value)
     batch, key_heads, num_keys, _ = values.shape
-    unseen = torch.zeros((batch, key_heads, num_keys), dtype=torch.bool)
+    unseen = value.new_zeros((batch, key_heads, num_keys), dtype=torch.bool)
     if visibility.key_lengths is not None:
-        unseen |= (torch.arange(num_keys) >= visibility.key_lengths[:, None])[:, None, :]
+        positions = torch.arange(num_keys, device=_HOST)
+        unseen |= (positions >= visibility.key_lengths[:, None])[:, None, :]
     if visibility.attn_mask is not None:
         hidden = hidden_by_mask(visibility.attn_mask).all(dim=2)
         hidden = hidden.expand(batch, query.shape[2], num_keys)

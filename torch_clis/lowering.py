@@ -9,10 +9,15 @@ Note [JAX never touches the chip]
     the same process hangs or fails. Two things in JAX 0.7 start backends while lowering: the search
     for a default device (``jax.export`` does it as well, hence plain ``jit(...).lower`` here), and,
     on a TPU VM, ``is_cloud_tpu_older_than``, which asks the backend for libtpu's build date; with
-    ``JAX_PLATFORMS=cpu`` it gets no date and refuses, or writes exp2 as exp(ln2 x), a third slower.
-    So lowering runs under the only device of a CPU client of its own, which JAX's backend registry
-    never sees, and with the cloud-VM flag down. Both are undone before it returns; what JAX is
-    configured to use elsewhere in the process does not change.
+    ``JAX_PLATFORMS=cpu`` it gets no date and refuses every Pallas kernel. So lowering runs under
+    the only device of a CPU client of its own, which JAX's backend registry never sees, and with
+    the cloud-VM flag down. What JAX is configured to use elsewhere in the process does not change.
+
+Note [One program for every libtpu]
+    JAX writes a Mosaic kernel either in its newest serialization, which libtpu 0.0.21 (what
+    torch_xla 2.9 asks for) refuses, or, exporting, in the one before it, but then with exp2 as
+    exp(ln2 x), a third slower. We write the older serialization and keep exp2: libtpu 0.0.21 and
+    0.0.52 compile that alike.
 """
 
 from __future__ import annotations
@@ -31,6 +36,12 @@ import torch
 PLATFORMS = ("tpu", "cpu")
 CACHE_CAPACITY = 512
 """Programs kept. One is a few hundred kB at most; a pipeline uses a handful of shapes."""
+
+MOSAIC_VERSION = 7
+"""Serialization of Mosaic kernels, see Note [One program for every libtpu]."""
+
+_LOWERING_LOCK = threading.Lock()
+"""Held while JAX's settings are replaced."""
 
 _SUPPORTED_DTYPES = {
     torch.float32: "float32",
@@ -112,7 +123,7 @@ class ProgramCache:
         self._capacity = capacity
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._lock = threading.Lock()
-        self._lowering_lock = threading.Lock()
+        self._build_lock = threading.Lock()
         self._hits = 0
         self._misses = 0
 
@@ -121,7 +132,7 @@ class ProgramCache:
         program = self._find(key)
         if program is not None:
             return program
-        with self._lowering_lock:
+        with self._build_lock:
             program = self._find(key)
             if program is not None:
                 return program
@@ -209,7 +220,7 @@ def lower_to_hlo_proto(
     import jax
 
     arguments = [jax.ShapeDtypeStruct(shape, _jax_dtype_name(dtype)) for shape, dtype in signature]
-    with _no_jax_backend():
+    with _portable_lowering():
         traced = jax.jit(function, keep_unused=True).trace(*arguments)
         lowered = traced.lower(lowering_platforms=(platform,))
         return bytes(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
@@ -226,19 +237,30 @@ def _jax_dtype_name(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def _no_jax_backend() -> Iterator[None]:
-    """See Note [JAX never touches the chip]. Callers hold the lowering lock."""
+def _portable_lowering() -> Iterator[None]:
+    """See the notes [JAX never touches the chip] and [One program for every libtpu]."""
     import jax
     import jax.experimental
-    from jax._src import cloud_tpu_init
+    from jax._src import cloud_tpu_init, tpu_custom_call
 
-    in_cloud_tpu_vm = cloud_tpu_init.running_in_cloud_tpu_vm
-    cloud_tpu_init.running_in_cloud_tpu_vm = False
+    with (
+        _LOWERING_LOCK,
+        _replaced(cloud_tpu_init, "running_in_cloud_tpu_vm", False),
+        _replaced(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION),
+        jax.default_device(_private_cpu_device()),
+        jax.experimental.disable_x64(),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    saved = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        with jax.default_device(_private_cpu_device()), jax.experimental.disable_x64():
-            yield
+        yield
     finally:
-        cloud_tpu_init.running_in_cloud_tpu_vm = in_cloud_tpu_vm
+        setattr(owner, name, saved)
 
 
 @lru_cache(maxsize=1)

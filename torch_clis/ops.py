@@ -224,7 +224,7 @@ def _exact_certificate(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Verdict "exact" everywhere, the other fields 0."""
     blocks = _num_query_blocks(query, key)
     shape = (query.shape[0], query.shape[2], blocks, len(CERTIFICATE_FIELDS))
-    certificate = torch.zeros(shape)
+    certificate = query.new_zeros(shape, dtype=torch.float32)
     certificate[..., CERTIFICATE_FIELDS.index("verdict")] = VERDICTS.index("exact")
     return certificate
 

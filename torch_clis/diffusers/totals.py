@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -172,19 +173,23 @@ def _empty_state(heads: int) -> torch.Tensor:
 
     float32 counts are exact up to 2^24 blocks.
     """
-    extremes = torch.full((heads, 2), _NOTHING)
-    return torch.cat((torch.zeros(heads, _COUNTS), extremes), dim=1)
+    state = torch.zeros(heads, _COUNTS + 2, device="cpu")
+    state[:, _COUNTS:] = _NOTHING
+    return state
 
 
 def _updated_state(state: torch.Tensor, certificate: torch.Tensor) -> torch.Tensor:
     fields = dict(zip(CERTIFICATE_FIELDS, certificate.unbind(dim=-1), strict=True))
     verdict = fields["verdict"]
     judged = verdict != VERDICTS.index("exact")
-    columns = [_count(verdict, code) for code in range(len(VERDICTS))]
-    columns += [_count(fields["bound_used"], code) for code in range(len(BOUND_NAMES))]
-    columns.append(_largest_finite(fields["gap"] - fields["budget"], judged))
-    columns.append(_largest_finite(fields["error_bound"], torch.ones_like(judged)))
-    return _merged(state, torch.stack(columns, dim=1))
+    excess = torch.where(judged, fields["gap"] - fields["budget"], math.nan)
+    update = (
+        _counts(verdict, len(VERDICTS)),
+        _counts(fields["bound_used"], len(BOUND_NAMES)),
+        _largest_finite(excess),
+        _largest_finite(fields["error_bound"]),
+    )
+    return _merged(state, torch.cat(update, dim=1))
 
 
 def _merged(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -192,12 +197,15 @@ def _merged(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.cat((counts, torch.maximum(one[:, _COUNTS:], other[:, _COUNTS:])), dim=1)
 
 
-def _count(codes: torch.Tensor, code: int) -> torch.Tensor:
-    return (codes == code).float().sum(dim=(0, 2))
+def _counts(codes: torch.Tensor, number: int) -> torch.Tensor:
+    """``[B, H, num_q_blocks]`` -> how often each code occurs, float32 ``[H, number]``."""
+    names = torch.arange(number, dtype=codes.dtype, device=codes.device)
+    return (codes[..., None] == names).sum(dim=(0, 2), dtype=torch.float32)
 
 
-def _largest_finite(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    return torch.where(counted & values.isfinite(), values, _NOTHING).amax(dim=(0, 2))
+def _largest_finite(values: torch.Tensor) -> torch.Tensor:
+    """``[B, H, num_q_blocks]`` -> ``[H, 1]``."""
+    return torch.where(values.isfinite(), values, _NOTHING).amax(dim=(0, 2))[:, None]
 
 
 def _on_host(states: list[torch.Tensor]) -> list[torch.Tensor]:
