@@ -43,8 +43,8 @@ def generate_with_progress(root: Path, request: Request) -> Result:
     with console.status("loading torch, torch_xla and diffusers"):
         quiet_libraries()
         from wan_video import generation
-    if request.compile_cache is not None:
-        runtime.use_compile_cache(request.compile_cache)
+    if request.compile_cache is not None and not runtime.use_compile_cache(request.compile_cache):
+        console.print("--compile-cache has no effect: the XLA CPU device cannot load its programs")
     begin = time.perf_counter()
     with console.status(f"loading {request.model}"):
         try:
@@ -163,7 +163,10 @@ def main(
         Path | None, typer.Option(help="Final latents, float32, as .safetensors.")
     ] = None,
     compile_cache: Annotated[
-        Path | None, typer.Option(help="Directory that keeps compiled programs for the next run.")
+        Path | None,
+        typer.Option(
+            help="Directory that keeps compiled programs for the next run (not on the CPU)."
+        ),
     ] = None,
 ) -> None:
     """Generate a video with Wan and certified attention on PyTorch/XLA (TPU; CPU without one).

@@ -55,12 +55,19 @@ def prepare_environment() -> None:
         os.environ["PJRT_DEVICE"] = "TPU"
 
 
-def use_compile_cache(directory: Path) -> None:
-    """Keep compiled programs in `directory` from run to run."""
+def use_compile_cache(directory: Path) -> bool:
+    """Keep compiled programs in `directory` from run to run; False where the device cannot.
+
+    The XLA CPU device writes programs but cannot load them ("Deserializing serialized executable
+    not supported", torch_xla 2.9).
+    """
     import torch_xla.runtime
 
+    if os.environ["PJRT_DEVICE"] == "CPU":
+        return False
     directory.mkdir(parents=True, exist_ok=True)
     torch_xla.runtime.initialize_cache(str(directory), readonly=False)
+    return True
 
 
 def versions() -> dict[str, str]:
