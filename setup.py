@@ -55,7 +55,14 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(
-        include=["certify", "certify.*", "jax_kernels", "jax_kernels.*", "torch_clis", "torch_clis.*"]
+        include=[
+            "certify",
+            "certify.*",
+            "jax_kernels",
+            "jax_kernels.*",
+            "torch_clis",
+            "torch_clis.*",
+        ]
     ),
     package_data={"jax_kernels": ["tuned/*.json"]},
     install_requires=["numpy>=1.26", "safetensors>=0.4.3", "typer>=0.12", "rich>=13.7"],
