@@ -126,7 +126,7 @@ def attention(
         promise=promise,
     )
     masking = masking_from(query, key, segment_ids, key_lengths, attn_mask)
-    blocks = block_sizes or choose_block_sizes(query.shape[1], key.shape[1])
+    blocks = block_sizes or choose_block_sizes(query.shape[1], key.shape[1], query.shape[3])
     head_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     settings = _Settings(
         exact=ExactSettings(head_scale, bool(causal), window, logits_soft_cap),

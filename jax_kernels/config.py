@@ -18,6 +18,8 @@ CHUNK_KEYS = 512
 
 LARGEST_BLOCK_Q = 2048
 LARGEST_BLOCK_KV = 2048
+"""For head_dim up to 128; larger heads take proportionally smaller blocks, to fit on chip."""
+
 SINGLE_BLOCK_KEYS = 1024
 """Keys up to this number are one block: the true row maximum is known before anything is added."""
 
@@ -74,12 +76,15 @@ def _balanced(length: int, largest: int, multiple: int) -> int:
     return round_up(-(-length // blocks), multiple)
 
 
-def choose_block_sizes(query_length: int, key_length: int) -> BlockSizes:
+def choose_block_sizes(query_length: int, key_length: int, head_dim: int) -> BlockSizes:
     """The rule for block sizes: as few and as even blocks as the largest tile allows."""
-    block_q = _balanced(max(query_length, 1), LARGEST_BLOCK_Q, LANES)
-    if key_length <= SINGLE_BLOCK_KEYS:
+    shrink = round_up(head_dim, LANES) // LANES
+    block_q = _balanced(max(query_length, 1), LARGEST_BLOCK_Q // shrink // LANES * LANES, LANES)
+    single = SINGLE_BLOCK_KEYS if shrink == 1 else CHUNK_KEYS
+    if key_length <= single:
         return BlockSizes(block_q, round_up(max(key_length, 1), LANES))
-    largest = SINGLE_BLOCK_KEYS if key_length <= LARGEST_BLOCK_KV else LARGEST_BLOCK_KV
+    largest = max(LARGEST_BLOCK_KV // shrink // CHUNK_KEYS, 1) * CHUNK_KEYS
+    largest = single if key_length <= largest else largest
     return BlockSizes(block_q, _balanced(key_length, largest, CHUNK_KEYS))
 
 
@@ -89,7 +94,7 @@ def num_query_blocks(
     block_sizes: BlockSizes | None = None,
 ) -> int:
     """Number of query blocks that a certificate has, for [B, S, H, D] shapes."""
-    sizes = block_sizes or choose_block_sizes(query_shape[1], key_shape[1])
+    sizes = block_sizes or choose_block_sizes(query_shape[1], key_shape[1], query_shape[3])
     return -(-query_shape[1] // sizes.block_q)
 
 

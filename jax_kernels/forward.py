@@ -189,7 +189,7 @@ class _FixedStabilizer:
 
     def _limits(self, head: _Head) -> theorem.Limits:
         fields = {
-            name: self.limit_ref[head.key_head, lane] for lane, name in enumerate(_LIMIT_FIELDS)
+            name: self.limit_ref[row, head.key_head] for row, name in enumerate(_LIMIT_FIELDS)
         }
         flush = theorem.flush_scale(self.problem.key_length)
         return theorem.Limits(flush=flush, **fields)
@@ -433,7 +433,7 @@ def _fixed_attention(
         kernel=problem.kernel,
         xp=jnp,
     )
-    limit_rows = jnp.stack([getattr(limits, name) for name in _LIMIT_FIELDS], axis=-1)
+    limit_rows = jnp.stack([getattr(limits, name) for name in _LIMIT_FIELDS])
 
     def at_statistics(step: Any, kv_block: Any, order_ref: Any) -> tuple[Any, ...]:
         place = _locate(order_ref[step], problem)

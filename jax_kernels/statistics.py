@@ -18,6 +18,9 @@ from certify.arithmetic import FLOAT32_LARGEST
 from certify.bounds import EMPTY, KEYS_PER_BLOCK, NUM_SENTINELS, KeySummary, summarize_keys
 from jax_kernels.config import Problem, div, rem, round_up
 
+HEADS_PER_GATHER = 512
+"""Positions of sentinels that one call holds in scalar memory: 256 kB."""
+
 ROW_TILE = 16
 """Rows of a register tile of bfloat16; row groups of the summary are multiples of it."""
 
@@ -191,10 +194,20 @@ def _gather_kernel(index_ref: Any, key_ref: Any, out_ref: Any, *, problem: Probl
 
 def _gather_keys(key: jax.Array, index: jax.Array, problem: Problem) -> jax.Array:
     """Keys float32 [groups * heads, sentinels, head_dim] at positions ``index``."""
+    starts = range(0, index.shape[0], HEADS_PER_GATHER)
+    parts = [
+        _gather_for_heads(key, index[first : first + HEADS_PER_GATHER], first, problem)
+        for first in starts
+    ]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _gather_for_heads(key: jax.Array, index: jax.Array, first: int, problem: Problem) -> jax.Array:
+    """The keys of the heads from ``first`` on, one row of ``index`` each."""
     heads = problem.heads_per_group
 
     def tile_of(head: Any, sentinel: Any, index_ref: Any) -> tuple[Any, Any, Any]:
-        group = div(head, heads)
+        group = div(first + head, heads)
         return (
             div(group, problem.key_groups),
             div(index_ref[head, sentinel], ROW_TILE),
