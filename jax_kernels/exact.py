@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.masks import Masking, apply_masking, pad_query_rows
+from jax_kernels.masks import Masking, apply_masking, pad_query_rows, visible_by
 from jax_kernels.reference import scaled_logits, weighted_values
 
 CHUNK_ELEMENTS = 2**25
@@ -62,11 +62,19 @@ def _join(pieces: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _visible_values(value: jax.Array, masking: Masking) -> jax.Array:
-    """Values with the keys beyond ``key_lengths`` set to 0: what lies there may be NaN."""
-    if masking.key_lengths is None:
-        return value
-    inside = jnp.arange(value.shape[1])[None, :] < masking.key_lengths[:, None]
-    return jnp.where(inside[:, :, None, None], value, 0)
+    """Values with the keys that no query sees set to 0: what lies there may be NaN.
+
+    Seen from ``key_lengths`` and from a mask that is the same for every query. A NaN at a key hidden
+    from some queries only reaches all of them, as in torch.
+    """
+    keys = value.shape[1]
+    seen = jnp.ones((1, keys), bool)
+    if masking.key_lengths is not None:
+        seen = seen & (jnp.arange(keys)[None, :] < masking.key_lengths[:, None])
+    mask = masking.attn_mask
+    if mask is not None and mask.shape[2] == 1:
+        seen = seen & jnp.any(visible_by(mask), axis=(1, 2))
+    return jnp.where(seen[:, :, None, None], value, 0)
 
 
 def exact_attention(

@@ -29,6 +29,13 @@ def hidden_threshold(dtype: Any) -> float:
     return float(jnp.finfo(dtype).min) / 2
 
 
+def visible_by(mask: jax.Array) -> jax.Array:
+    """bool: what a boolean or an additive mask lets through. A NaN bias hides nothing."""
+    if mask.dtype == jnp.bool_:
+        return mask
+    return ~(mask <= hidden_threshold(mask.dtype))
+
+
 def apply_masking(
     logits: jax.Array,
     masking: Masking,
@@ -61,10 +68,8 @@ def apply_masking(
     mask = masking.attn_mask
     if mask is not None:
         mask = _rows_of(mask, query_start, rows)
-        if mask.dtype == jnp.bool_:
-            visible = visible & mask
-        else:
-            visible = visible & ~(mask <= hidden_threshold(mask.dtype))
+        visible = visible & visible_by(mask)
+        if mask.dtype != jnp.bool_:
             logits = logits + jnp.where(visible, mask.astype(logits.dtype), 0)
     return jnp.where(visible, logits, -jnp.inf)
 

@@ -255,15 +255,23 @@ def test_masks(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(np.asarray(reference_lse), exact_lse, atol=2e-6, rtol=1e-6)
 
 
-def test_values_beyond_the_length_may_be_anything() -> None:
-    """Catches: 0 * NaN from padding that no query sees."""
+@pytest.mark.parametrize(
+    "padding",
+    [
+        {"key_lengths": jnp.asarray([30])},
+        {"attn_mask": jnp.arange(40) < 30},
+        {"attn_mask": jnp.where(jnp.arange(40) < 30, 0.0, -jnp.inf)[None, None, None]},
+    ],
+    ids=["lengths", "boolean", "additive"],
+)
+def test_values_that_no_query_sees_may_be_anything(padding: dict[str, Any]) -> None:
+    """Catches: 0 * NaN from padding, in the output or in a gradient."""
     query, key, value = random_inputs((1, 20, 40, 1, 1, 16), "float32")
     spoiled = value.at[:, 30:].set(jnp.nan)
-    lengths = jnp.asarray([30])
-    out = attention(query, key, spoiled, key_lengths=lengths)
+    out = attention(query, key, spoiled, **padding)
     exact, _ = float64_attention(query, key[:, :30], value[:, :30])
     np.testing.assert_allclose(np.asarray(out), exact, atol=2e-6)
-    grad = jax.grad(lambda k: attention(query, k, spoiled, key_lengths=lengths).sum())(key)
+    grad = jax.grad(lambda k: attention(query, k, spoiled, **padding).sum())(key)
     assert np.isfinite(np.asarray(grad)).all()
 
 

@@ -1,24 +1,16 @@
-"""Environment of the torch tests: the XLA CPU device, quick compiles, no accelerator."""
+"""Devices of the torch tests: plain CPU and the XLA CPU device."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_DEVICE", "CPU")
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-)
-
 import torch
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def xla_device() -> torch.device:
+    """Started before any test: autograd counts its devices once, at the first backward pass."""
     import torch_xla
 
     return torch.device(torch_xla.device())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from certify import BOUND_NAMES, VERDICTS
+from certify.report import verdict_table
 from torch_clis.ops import CERTIFICATE_FIELDS
 
 _COUNTS = len(VERDICTS) + len(BOUND_NAMES)
@@ -71,20 +71,8 @@ class AttentionSummary:
     rows: tuple[HeadTotals, ...]
 
     def __rich__(self) -> Table:
-        """Layer by head; neighbouring heads that read the same share a row; last, all together."""
-        table = Table(title="CLiS attention: verdicts of query blocks")
-        for heading in ("layer", "head", "blocks", *VERDICTS, "smallest margin", "bound used"):
-            table.add_column(heading, justify="left" if heading in _TEXT_COLUMNS else "right")
-        previous = None
-        for (layer, *cells), group in groupby(self.rows, lambda row: (row.layer, *_cells((row,)))):
-            heads = [row.head for row in group]
-            span = f"{heads[0]}-{heads[-1]}" if len(heads) > 1 else str(heads[0])
-            table.add_row(layer if layer != previous else "", span, *cells)
-            previous = layer
-        if self.rows:
-            table.add_section()
-            table.add_row("all", "", *_cells(self.rows))
-        return table
+        """Layer by head, or a line per layer where there are many heads; see `certify.report`."""
+        return verdict_table([row.to_dict() for row in self.rows])
 
     def __str__(self) -> str:
         buffer = io.StringIO()
@@ -92,22 +80,6 @@ class AttentionSummary:
         return buffer.getvalue()
 
     __repr__ = __str__
-
-
-_TEXT_COLUMNS = ("layer", "bound used")
-
-
-def _cells(rows: Sequence[HeadTotals]) -> list[str]:
-    blocks = sum(row.blocks for row in rows)
-    counts = [sum(row.verdicts[index] for row in rows) for index in range(len(VERDICTS))]
-    bounds = [sum(row.bounds[index] for row in rows) for index in range(len(BOUND_NAMES))]
-    margins = [row.smallest_margin_bits for row in rows if row.smallest_margin_bits is not None]
-    return [
-        str(blocks),
-        *(f"{count / blocks:.1%}" if blocks else "-" for count in counts),
-        f"{min(margins):.1f} bits" if margins else "-",
-        ", ".join(name for name, count in zip(BOUND_NAMES, bounds, strict=True) if count) or "-",
-    ]
 
 
 @dataclass
