@@ -72,7 +72,7 @@ def _plain(text: str) -> Text:
 def write_html(
     path: Path, *, title: str, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> None:
-    """Write one self-contained page: settings, overall verdicts, heat map of margins, the table.
+    """Write one self-contained page: overall verdicts, heat map of margins, the table, settings.
 
     It loads nothing from elsewhere, every text is escaped, and the file appears whole or not at
     all.
@@ -118,8 +118,6 @@ _MEANING = {
 def _page(title: str, rows: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>",
-        "<h2>Settings</h2>",
-        _html_table(("setting", "value"), [[str(k), str(v)] for k, v in settings.items()]),
         "<h2>Verdicts</h2>",
         _verdict_section(Totals.of_rows(rows)),
     ]
@@ -128,6 +126,8 @@ def _page(title: str, rows: list[Mapping[str, Any]], settings: Mapping[str, Any]
         parts += ["<h2>Every head</h2>", _html_table(COLUMNS, lines(rows, condense=False))]
     else:
         parts.append('<p class="note">No attention call was recorded.</p>')
+    lines_of_settings = [[str(name), str(value)] for name, value in settings.items()]
+    parts += ["<h2>Settings</h2>", _html_table(("setting", "value"), lines_of_settings)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
