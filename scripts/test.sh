@@ -7,4 +7,5 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 cd -- "$CLIS_ROOT"
 # The tests are about the CPU device and interpret mode, also on a machine with a TPU.
 export PJRT_DEVICE=CPU JAX_PLATFORMS=cpu
-exec "$CLIS_PYTHON_COMMAND" -m pytest "$@"
+# Two processes, each with whole files, so that what a file sets up is made once. `-n 0` runs in this process.
+exec "$CLIS_PYTHON_COMMAND" -m pytest -n 2 --dist loadfile "$@"
