@@ -64,8 +64,8 @@ def _join(pieces: jax.Array, axis: int, length: int) -> jax.Array:
 def _visible_values(value: jax.Array, masking: Masking) -> jax.Array:
     """Values with the keys that no query sees set to 0: what lies there may be NaN.
 
-    Seen from ``key_lengths`` and from a mask that is the same for every query. A NaN at a key hidden
-    from some queries only reaches all of them, as in torch.
+    Seen from ``key_lengths`` and from a mask that is the same for every query. A NaN at a key
+    hidden from some queries only reaches all of them, as in torch.
     """
     keys = value.shape[1]
     seen = jnp.ones((1, keys), bool)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import jax_kernels
 from certify import VERDICTS
+
+OLDEST_JAX_FOR_TPU = (0, 7, 1)
+"""Older ones write kernels in a form, and exp2 as an exp, that was never tried on a TPU."""
 
 
 def attention_program(
@@ -24,7 +28,16 @@ def attention_program(
 
     Where the verdict is "exact" the fields that say nothing are 0 and not NaN: the outputs of a
     PyTorch op are compared by tools that take no NaN for equal.
+
+    Raises:
+        NotImplementedError: for TPU with a jax that is too old, as on Python 3.10.
     """
+    if platform == "tpu" and jax.__version_info__ < OLDEST_JAX_FOR_TPU:
+        needed = ".".join(map(str, OLDEST_JAX_FOR_TPU))
+        raise NotImplementedError(
+            f"jax: {jax.__version__} is installed; attention on a TPU needs jax {needed} or newer "
+            "(and with it Python 3.11). Only the CPU device works here."
+        )
     query, key, value, *optional = arrays
     out, lse, certificate = jax_kernels.attention(
         query,

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jaxlib import xla_client
 
 from torch_clis import lowering
+from torch_clis.programs import OLDEST_JAX_FOR_TPU, attention_program
 
 
 def _three_outputs(x: Any, unused: Any, *, factor: float, platform: str) -> tuple[Any, Any, Any]:
@@ -180,12 +181,33 @@ def _run(code: str, **environment: str) -> str:
     return result.stdout
 
 
+_ANY_CALL: dict[str, Any] = {
+    "has_mask": False,
+    "has_key_lengths": False,
+    "scale": 1.0,
+    "causal": False,
+    "tolerance": 2.0**-12,
+    "path": "auto",
+}
+
+
+def test_a_jax_that_is_too_old_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a TPU program from a jax whose kernels were never tried there, or an obscure error."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 6, 2))
+    with pytest.raises(NotImplementedError, match=r"jax: .* needs jax 0\.7\.1 or newer"):
+        attention_program(platform="tpu", **_ANY_CALL)
+
+
 def test_jax_backends_stay_down_on_a_tpu_vm() -> None:
     """Fault: lowering starts JAX's TPU client beside PyTorch/XLA's; or writes exp2 as exp; or in a
     form that the libtpu of torch_xla 2.9 refuses.
 
-    JAX_FORCE_TPU_INIT makes JAX believe that it is on a TPU VM.
+    JAX_FORCE_TPU_INIT makes JAX believe that it is on a TPU VM. A jax that is too old is refused.
     """
+    if jax.__version_info__ < OLDEST_JAX_FOR_TPU:
+        with pytest.raises(NotImplementedError, match="jax: "):
+            attention_program(platform="tpu", **_ANY_CALL)
+        return
     out = _run(
         """
         import base64, re
