@@ -145,7 +145,8 @@ def summation_factor(num_keys: int) -> float:
 
 def query_factor(scale: float) -> float:
     """log2(e) * scale, rounded once to float32: what every query is multiplied by, in float32."""
-    return float(np.float32(math.log2(math.e) * scale))
+    with np.errstate(over="ignore"):
+        return float(np.float32(math.log2(math.e) * scale))
 
 
 def smallest_tolerance() -> float:
@@ -160,7 +161,8 @@ def validate_tolerance(tolerance: float) -> float:
         ValueError: when it is not a finite number above ``smallest_tolerance()`` and below 1.
     """
     smallest = smallest_tolerance()
-    if not (isinstance(tolerance, (int, float)) and smallest < tolerance < 1.0):
+    number = isinstance(tolerance, (int, float, np.floating))
+    if not (number and smallest < tolerance < 1.0):
         raise ValueError(
             f"tolerance: got {tolerance!r}; it must be above {smallest:.3g}, the error of rounding "
             "exp2's argument alone, and below 1 (the default is 2**-12)."

@@ -213,7 +213,7 @@ def row_bounds(
         upper, lower = blocks_of(above), blocks_of(below)
         code = xp.zeros_like(upper) + blocks_code
     if family == "auto":
-        code = xp.where(upper <= upper_ball, blocks_code, ball_code)
+        code = xp.where(upper <= upper_ball, code, xp.zeros_like(upper) + ball_code)
         upper, lower = xp.minimum(upper, upper_ball), xp.maximum(lower, lower_ball)
     origin = lower
     if num_sentinels:

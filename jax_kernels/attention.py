@@ -124,6 +124,7 @@ def attention(
         window=window,
         logits_soft_cap=logits_soft_cap,
         promise=promise,
+        block_sizes=block_sizes,
     )
     masking = masking_from(query, key, segment_ids, key_lengths, attn_mask)
     blocks = block_sizes or choose_block_sizes(query.shape[1], key.shape[1], query.shape[3])
@@ -173,17 +174,46 @@ def attention_backward(
 
     Args and errors are those of ``attention``; all arrays as there.
     """
+    validate_call(
+        query,
+        key,
+        value,
+        path="auto",
+        scale=scale,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+        promise=None,
+    )
     masking = masking_from(query, key, segment_ids, key_lengths, attn_mask)
     settings = ExactSettings(scale, bool(causal), window, logits_soft_cap)
-    grads = exact_backward(query, key, value, masking, settings, out, lse, grad_out)
+    grads = _gradients(query, key, value, masking, settings, lse, grad_out)
     return grads.query, grads.key, grads.value
+
+
+def _gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    masking: Masking,
+    settings: ExactSettings,
+    lse: jax.Array,
+    grad_out: jax.Array,
+    grad_lse: jax.Array | None = None,
+) -> Gradients:
+    if 0 in (*query.shape, *key.shape):
+        inputs = (jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value))
+        mask = masking.attn_mask
+        return Gradients(*inputs, None if mask is None else jnp.zeros(mask.shape, jnp.float32))
+    return exact_backward(query, key, value, masking, settings, lse, grad_out, grad_lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(
     settings: _Settings, query: jax.Array, key: jax.Array, value: jax.Array, masking: Masking
 ) -> AttentionResult:
-    if settings.masked(masking) or 0 in (*query.shape, *key.shape):
+    if 0 in (*query.shape, *key.shape):
+        return _nothing_to_see(settings, query, key)
+    if settings.masked(masking):
         out, lse = exact_attention(query, key, value, masking, settings.exact)
         problem = _problem(settings, query, key, interpret=True)
         return AttentionResult(out, lse, exact_certificate(problem))
@@ -198,23 +228,29 @@ def _differentiable(
     )
 
 
+def _nothing_to_see(settings: _Settings, query: jax.Array, key: jax.Array) -> AttentionResult:
+    """No query, or none that sees a key: 0 and -inf."""
+    problem = _problem(settings, query, key, interpret=True)
+    lse = jnp.full((query.shape[0], query.shape[2], query.shape[1]), -jnp.inf, jnp.float32)
+    return AttentionResult(jnp.zeros_like(query), lse, exact_certificate(problem))
+
+
 def _forward(
     settings: _Settings, query: jax.Array, key: jax.Array, value: jax.Array, masking: Masking
 ) -> tuple[AttentionResult, tuple[Any, ...]]:
     result = _differentiable(settings, query, key, value, masking)
-    return result, (query, key, value, masking, result.out, result.lse)
+    return result, (query, key, value, masking, result.lse)
 
 
 def _backward(
     settings: _Settings, saved: tuple[Any, ...], grads: AttentionResult
 ) -> tuple[jax.Array, jax.Array, jax.Array, Masking]:
-    query, key, value, masking, out, lse = saved
-    found: Gradients = exact_backward(
-        query, key, value, masking, settings.exact, out, lse, grads.out, grads.lse
-    )
+    query, key, value, masking, lse = saved
+    found = _gradients(query, key, value, masking, settings.exact, lse, grads.out, grads.lse)
     none = jax.tree.map(lambda part: np.zeros(part.shape, jax.dtypes.float0), masking)
-    if found.attn_mask is not None and masking.attn_mask is not None:
-        none = none._replace(attn_mask=found.attn_mask.astype(masking.attn_mask.dtype))
+    mask = masking.attn_mask
+    if found.attn_mask is not None and mask is not None and mask.dtype != jnp.bool_:
+        none = none._replace(attn_mask=found.attn_mask.astype(mask.dtype))
     return found.query, found.key, found.value, none
 
 

@@ -6,12 +6,14 @@ ordinary low-precision attention: logits and sums in float32, probabilities cast
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from certify.arithmetic import SMALLEST_NORMAL
 from jax_kernels.masks import Masking, apply_masking, pad_query_rows, visible_by
 from jax_kernels.reference import scaled_logits, weighted_values
 
@@ -61,30 +63,43 @@ def _join(pieces: jax.Array, axis: int, length: int) -> jax.Array:
     return jax.lax.slice_in_dim(joined.reshape(shape), 0, length, axis=axis)
 
 
-def _visible_values(value: jax.Array, masking: Masking) -> jax.Array:
-    """Values with the keys that no query sees set to 0: what lies there may be NaN.
+def _seen_keys(masking: Masking, query: jax.Array, key: jax.Array) -> jax.Array | None:
+    """bool [B or 1, S_k, 1, 1]: keys that some query sees; None where nothing hides keys.
 
-    Seen from ``key_lengths`` and from a mask that is the same for every query. A NaN at a key
-    hidden from some queries only reaches all of them, as in torch.
+    What lies at the others may be NaN (padding), so it is set to 0 before it is multiplied. A NaN
+    at a key hidden from some queries only reaches all of them, as in torch.
     """
-    keys = value.shape[1]
-    seen = jnp.ones((1, keys), bool)
+    seen = []
     if masking.key_lengths is not None:
-        seen = seen & (jnp.arange(keys)[None, :] < masking.key_lengths[:, None])
-    mask = masking.attn_mask
-    if mask is not None and mask.shape[2] == 1:
-        seen = seen & jnp.any(visible_by(mask), axis=(1, 2))
-    return jnp.where(seen[:, :, None, None], value, 0)
+        seen.append(jnp.arange(key.shape[1])[None, :] < masking.key_lengths[:, None])
+    if masking.attn_mask is not None:
+        visible = jnp.any(visible_by(masking.attn_mask), axis=(1, 2))
+        seen.append(jnp.broadcast_to(visible, (visible.shape[0], key.shape[1])))
+    if masking.query_segments is not None and masking.key_segments is not None:
+        same = masking.query_segments[:, :, None] == masking.key_segments[:, None, :]
+        seen.append(jnp.any(same, axis=1))
+    return functools.reduce(jnp.logical_and, seen)[:, :, None, None] if seen else None
+
+
+def _without_unseen(array: jax.Array, seen: jax.Array | None) -> jax.Array:
+    return array if seen is None else jnp.where(seen, array, jnp.zeros((), array.dtype))
+
+
+def _computed_in(dtype: Any) -> Any:
+    """float16 is computed in float32: its probabilities would vanish below 2^-24."""
+    return jnp.float32 if dtype == jnp.float16 else dtype
 
 
 def exact_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, masking: Masking, settings: ExactSettings
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [B, S_q, H, D] in the input dtype and its log-sum-exp [B, H, S_q] in nats."""
-    query_length = query.shape[1]
+    query_length, out_dtype = query.shape[1], query.dtype
     chunks = _chunks_for(query, key.shape[1])
     padded_masking = pad_query_rows(masking, chunks.padded)
-    visible_value = _visible_values(value, masking)
+    seen = _seen_keys(masking, query, key)
+    key, value = _without_unseen(key, seen), _without_unseen(value, seen)
+    query, key, value = (x.astype(_computed_in(out_dtype)) for x in (query, key, value))
 
     def one_chunk(piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start, rows = piece
@@ -101,10 +116,10 @@ def exact_attention(
         largest = jnp.where(jnp.isneginf(largest), 0, largest)
         weights = jnp.exp(logits - largest)
         row_sum = jnp.sum(weights, axis=-1, keepdims=True)
-        numerator = weighted_values(weights.astype(value.dtype), visible_value)
+        numerator = weighted_values(weights.astype(value.dtype), value)
         divisor = jnp.where(row_sum == 0, 1, row_sum)
         out = numerator / jnp.swapaxes(divisor, 1, 2)
-        return out.astype(query.dtype), (largest + jnp.log(row_sum))[..., 0]
+        return out.astype(out_dtype), (largest + jnp.log(row_sum))[..., 0]
 
     starts = jnp.arange(chunks.number) * chunks.rows
     out, lse = jax.lax.map(one_chunk, (starts, _split(query, chunks, 1)))
@@ -126,7 +141,6 @@ def exact_backward(
     value: jax.Array,
     masking: Masking,
     settings: ExactSettings,
-    out: jax.Array,
     lse: jax.Array,
     grad_out: jax.Array,
     grad_lse: jax.Array | None = None,
@@ -134,24 +148,23 @@ def exact_backward(
     """Gradients from the saved log-sum-exp, the probabilities being computed again by chunks.
 
     Args:
-        out, grad_out: [B, S_q, H, D]; lse, grad_lse: [B, H, S_q], nats.
+        grad_out: [B, S_q, H, D]; lse, grad_lse: [B, H, S_q], nats.
     """
-    query_length = query.shape[1]
+    query_length, dtype = query.shape[1], query.dtype
     chunks = _chunks_for(query, key.shape[1])
     mask = masking.attn_mask
     bias = None if mask is None or mask.dtype == jnp.bool_ else mask
     padded_masking = pad_query_rows(masking, chunks.padded)
-    visible_value = _visible_values(value, masking)
-    row_product = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), axis=-1)
-    offset = jnp.swapaxes(row_product, 1, 2)
-    if grad_lse is not None:
-        offset = offset - grad_lse
+    seen = _seen_keys(masking, query, key)
+    key, value = _without_unseen(key, seen), _without_unseen(value, seen)
+    query, key, value = (x.astype(_computed_in(dtype)) for x in (query, key, value))
+    grad_lse = jnp.zeros_like(lse) if grad_lse is None else grad_lse
     saved = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
 
     def one_chunk(
         sums: tuple[jax.Array, jax.Array], piece: tuple[jax.Array, ...]
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
-        start, rows, rows_grad, rows_lse, rows_offset = piece
+        start, rows, rows_grad, rows_lse, rows_grad_lse = piece
 
         def masked_logits(q: jax.Array, k: jax.Array) -> jax.Array:
             logits = scaled_logits(q, k, settings.scale, settings.logits_soft_cap)
@@ -167,10 +180,14 @@ def exact_backward(
         logits, logits_vjp = jax.vjp(masked_logits, rows, key)
         weights = jnp.exp(logits - rows_lse[..., None])
         _, values_vjp = jax.vjp(
-            lambda w, v: weighted_values(w.astype(value.dtype), v), weights, visible_value
+            lambda w, v: weighted_values(w.astype(value.dtype), v), weights, value
         )
         grad_weights, grad_value = values_vjp(rows_grad.astype(jnp.float32))
-        grad_logits = weights * (grad_weights - rows_offset[..., None])
+        # The mean of grad_weights, not out * grad_out: the output is rounded, and what is left of
+        # the difference on peaked rows would be its rounding.
+        total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), SMALLEST_NORMAL)
+        mean = jnp.sum(weights * grad_weights, axis=-1, keepdims=True) / total
+        grad_logits = weights * (grad_weights - mean + rows_grad_lse[..., None])
         grad_rows, grad_key = logits_vjp(grad_logits)
         grad_bias = None
         if bias is not None:
@@ -184,19 +201,18 @@ def exact_backward(
         _split(query, chunks, 1),
         _split(grad_out, chunks, 1),
         _split(saved, chunks, 2, fill=jnp.inf),
-        _split(offset, chunks, 2),
+        _split(grad_lse, chunks, 2),
     )
     zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     (grad_key, grad_value), (grad_query, grad_bias) = jax.lax.scan(one_chunk, zeros, pieces)
-    grad_value = _visible_values(grad_value, masking)
     grad_mask = None
     if bias is not None and grad_bias is not None:
         grad_mask = _join(grad_bias, 2, query_length)
         if bias.shape[2] == 1:
             grad_mask = jnp.sum(grad_mask, axis=2, keepdims=True)
     return Gradients(
-        _join(grad_query, 1, query_length).astype(query.dtype),
-        grad_key.astype(key.dtype),
-        grad_value.astype(value.dtype),
+        _join(grad_query, 1, query_length).astype(dtype),
+        _without_unseen(grad_key, seen).astype(dtype),
+        _without_unseen(grad_value, seen).astype(dtype),
         grad_mask,
     )

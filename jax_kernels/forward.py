@@ -52,7 +52,7 @@ CERTIFICATE_FIELDS = (
 """Lanes of a block's certificate, in this order."""
 
 SUBLANES = 8
-LOWEST = -1e30
+LOWEST = -FLOAT32_LARGEST
 """Row maximum before any key: finite, so that no inf - inf can arise."""
 
 VMEM_LIMIT_BYTES = 60 * 2**20
@@ -229,9 +229,9 @@ class _FixedStabilizer:
         gap = bounds.upper - bounds.lower
         gap = jnp.where(jnp.abs(gap) <= FLOAT32_LARGEST, gap, jnp.inf)
         worst = _largest(jnp.where(inside, gap, -jnp.inf))
-        uncertified = _largest(jnp.where(inside & ~choice.certified, 1.0, 0.0))
+        uncertified = _largest((inside & ~choice.certified).astype(jnp.float32))
         code = _largest(jnp.where(inside & (gap == worst), bounds.code, 0.0))
-        verdict = jnp.where(uncertified > 0, float(theorem.VERIFIED), float(theorem.CERTIFIED))
+        verdict = uncertified * theorem.VERIFIED + (1.0 - uncertified) * theorem.CERTIFIED
         self._certificate_row(head)[...] = jnp.zeros((1, LANES), jnp.float32)
         self._record(head, verdict=verdict, gap=worst, budget=limits.budget, bound_used=code)
 
@@ -243,9 +243,9 @@ class _FixedStabilizer:
         limits, inside = self._limits(head), self._inside(head)
         finite = jnp.abs(head.numerator[...]) <= FLOAT32_LARGEST
         finite = finite & (jnp.abs(out) <= largest_output(self.problem.dtype))
-        broken = jnp.max(jnp.where(finite, 0.0, 1.0), axis=0, keepdims=True)
+        broken = jnp.max((~finite).astype(jnp.float32), axis=0, keepdims=True)
         passes = theorem.row_sum_passes(row_sum, limits) & (broken <= 0)
-        failed = _largest(jnp.where(inside & ~passes, 1.0, 0.0))
+        failed = _largest((inside & ~passes).astype(jnp.float32))
         error = theorem.error_from_row_sum(row_sum, limits, xp=jnp)
         verdict = self._certificate_row(head)[...][:, :1]
         self._record(
@@ -540,22 +540,30 @@ def attention_forward(
         again = functools.partial(
             _online_attention, query, key, value, statistics.value_max, problem
         )
-        out, lse = _recompute_failed(again, out, lse, rows)
+        out, lse = _recompute_failed(again, out, lse, failed_blocks(rows, problem))
     return ForwardResult(out, _per_head(lse, problem), _certificate(rows, problem))
+
+
+def failed_blocks(rows: jax.Array, problem: Problem) -> jax.Array:
+    """bool [blocks of work]: some head of the block failed. Where the number of heads is odd, the
+    last column block has a second half that is no head and does not count."""
+    failed = rows[..., 0] == theorem.RECOMPUTED
+    group = jnp.arange(rows.shape[0])[:, None, None] % problem.query_groups
+    head = group * problem.heads_per_group + jnp.arange(problem.heads_per_group)
+    return jnp.any(failed & (head < problem.query_heads), axis=-1).reshape(-1)
 
 
 def _recompute_failed(
     online: Callable[..., tuple[jax.Array, jax.Array]],
     out: jax.Array,
     lse: jax.Array,
-    rows: jax.Array,
+    failed: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Do the failed blocks again with online softmax, in place, if there are any.
 
     Heads that share a column block are redone together; a certified one among them keeps its
     verdict, since online softmax is within its bound too.
     """
-    failed = jnp.any(rows[..., 0] == theorem.RECOMPUTED, axis=-1).reshape(-1)
     order = jnp.argsort(jnp.logical_not(failed), stable=True).astype(jnp.int32)
     count = jnp.sum(failed, dtype=jnp.int32)
     return jax.lax.cond(

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_kernels.config import LARGEST_HEAD_DIM, PATHS
+from certify.arithmetic import query_factor
+from jax_kernels.config import LARGEST_HEAD_DIM, PATHS, BlockSizes
 from jax_kernels.masks import Masking
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -51,9 +53,10 @@ def validate_call(
     *,
     path: str,
     scale: float | None,
-    window: int | None,
+    window: Any,
     logits_soft_cap: float | None,
     promise: object,
+    block_sizes: object = None,
 ) -> None:
     """``validate_shapes`` and what only the kernels ask for.
 
@@ -75,12 +78,21 @@ def validate_call(
         )
     if path not in PATHS:
         raise ValueError(f"path: got {path!r}; choose one of {PATHS}.")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale: got {scale}; give a finite number or None for head_dim**-0.5.")
-    if window is not None and (not isinstance(window, int) or window < 0):
+    if scale is not None and not math.isfinite(query_factor(scale)):
+        raise ValueError(
+            f"scale: got {scale}; give a number whose product with log2(e) is finite in float32, "
+            "or None for head_dim**-0.5."
+        )
+    whole = isinstance(window, (int, np.integer)) and not isinstance(window, bool)
+    if window is not None and (not whole or window < 0):
         raise ValueError(f"window: got {window!r}; give a number of positions, 0 or more, or None.")
     if logits_soft_cap is not None and not logits_soft_cap > 0:
         raise ValueError(f"logits_soft_cap: got {logits_soft_cap}; give a positive number or None.")
+    if not (block_sizes is None or isinstance(block_sizes, BlockSizes)):
+        raise ValueError(
+            f"block_sizes: got {block_sizes!r}; give jax_kernels.BlockSizes(block_q, block_kv) "
+            "or None."
+        )
     if promise is not None:
         raise NotImplementedError(
             "promise: certificates from weights are not supported yet; leave it at None, which "
@@ -105,13 +117,16 @@ def masking_from(
     key_length = key.shape[1]
     query_segments = key_segments = None
     if segment_ids is not None:
-        pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        paired = isinstance(segment_ids, (tuple, list)) and all(
+            np.ndim(part) == 2 for part in segment_ids
+        )
+        pair = segment_ids if paired else (segment_ids, segment_ids)
         query_segments, key_segments = (jnp.asarray(part) for part in pair)
         for part, length in ((query_segments, query_length), (key_segments, key_length)):
-            if part.shape != (batch, length):
+            if part.shape != (batch, length) or not jnp.issubdtype(part.dtype, jnp.integer):
                 raise ValueError(
-                    f"segment_ids: got shape {part.shape}; give int32 [{batch}, {length}], or a "
-                    "pair for queries and keys."
+                    f"segment_ids: got {part.dtype} {part.shape}; give int32 [{batch}, {length}], "
+                    "or a pair for queries and keys."
                 )
     if key_lengths is not None:
         key_lengths = jnp.asarray(key_lengths)
