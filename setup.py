@@ -64,7 +64,11 @@ setup(
             "torch_clis.*",
         ]
     ),
-    package_data={"jax_kernels": ["tuned/*.json"]},
+    package_data={
+        "certify": ["py.typed"],
+        "jax_kernels": ["py.typed", "tuned/*.json"],
+        "torch_clis": ["py.typed"],
+    },
     install_requires=["numpy>=1.26", "safetensors>=0.4.3", "typer>=0.12", "rich>=13.7"],
     extras_require={
         "jax": JAX,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,6 +18,7 @@ from certify.arithmetic import DEFAULT_TOLERANCE
 from certify.bounds import BOUND_NAMES
 from certify.certificate import Certificate, certify
 from certify.files import write_atomically
+from certify.formats import FloatArray
 from certify.tensors import read_tensors
 
 USAGE_ERROR = 2
@@ -71,7 +73,10 @@ def audit(
     """Certify the attention of recorded query, key and value, per batch element and head."""
     console = Console()
     try:
+        if json_file is not None:
+            _refuse_directory(json_file)
         tensors = read_tensors(file, ("query", "key", "value"))
+        _check_head_dim(tensors["key"], tensors["value"])
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("certifying heads", total=None)
             certificate = certify(
@@ -154,6 +159,21 @@ def _audit_table(rows: list[dict[str, Any]], certificate: Certificate) -> Table:
             f"[{style}]{row['verdict']}[/{style}]",
         )
     return table
+
+
+def _check_head_dim(key: FloatArray, value: FloatArray) -> None:
+    """The library certifies any width of value; the kernels, whose calls are recorded, need one."""
+    shapes = [array.values.shape for array in (key, value)]
+    if all(len(shape) == 4 for shape in shapes) and shapes[0][3] != shapes[1][3]:
+        raise ValueError(
+            f"value: got head_dim {shapes[1][3]} beside a key of {shapes[0][3]}; the kernels need "
+            "one head_dim for query, key and value. Record the value of the same call."
+        )
+
+
+def _refuse_directory(path: Path) -> None:
+    if os.path.isdir(path):
+        raise ValueError(f"--json {path}: is a directory. Give the name of a file to write.")
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

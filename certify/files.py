@@ -13,7 +13,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         OSError: where the directory is missing or cannot be written; nothing is left behind.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".certify-", suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

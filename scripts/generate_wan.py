@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors import SafetensorError
 
-from command_line import UserError, console, run
+from command_line import console, run
 from wan_video import checkpoint, outputs, runtime
 from wan_video.request import ATTENTIONS, DTYPES, Request
 
@@ -42,19 +41,12 @@ def generate_with_progress(root: Path, request: Request) -> Result:
     runtime.prepare_environment()
     with console.status("loading torch, torch_xla and diffusers"):
         quiet_libraries()
-        from wan_video import generation
+        from wan_video import generation, loading
     if request.compile_cache is not None and not runtime.use_compile_cache(request.compile_cache):
         console.print("--compile-cache has no effect: the XLA CPU device cannot load its programs")
     begin = time.perf_counter()
     with console.status(f"loading {request.model}"):
-        try:
-            pipeline = generation.load(root, request.dtype)
-        except (OSError, ValueError, SafetensorError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(
-                f"--model {request.model} cannot be loaded: {reason}; check that the checkpoint is "
-                "complete and in safetensors format"
-            ) from error
+        pipeline = loading.load(root, request.dtype)
     load_seconds = time.perf_counter() - begin
 
     with Progress(
@@ -103,22 +95,23 @@ def write_outputs(request: Request, result: Result, rows: list[dict[str, Any]]) 
         f"{request.prompt}   {request.width}x{request.height}, {request.steps} steps, "
         f"seed {request.seed}, {request.attention}, {request.dtype}"
     )
+    frames, fps = result.frames, request.fps
     with outputs.staged() as staging:
-        outputs.write_video(staging.path(request.output), result.frames, request.fps)
-        outputs.write_contact_sheet(
-            staging.path(request.contact_sheet), result.frames, request.fps, title
+        staging.write(request.output, lambda path: outputs.write_video(path, frames, fps))
+        staging.write(
+            request.contact_sheet,
+            lambda path: outputs.write_contact_sheet(path, frames, fps, title),
         )
-        outputs.write_json(staging.path(request.record), content)
+        staging.write(request.record, lambda path: outputs.write_json(path, content))
         if request.latents is not None:
-            outputs.write_latents(staging.path(request.latents), result.latents)
+            staging.write(request.latents, lambda path: outputs.write_latents(path, result.latents))
         if request.report is not None:
             from certify.report import write_html
 
-            write_html(
-                staging.path(request.report),
-                title=title,
-                rows=rows,
-                settings={**content["settings"], **content["versions"]},
+            about = {**content["settings"], **content["versions"]}
+            staging.write(
+                request.report,
+                lambda path: write_html(path, title=title, rows=rows, settings=about),
             )
 
 

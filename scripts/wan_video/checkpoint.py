@@ -11,7 +11,14 @@ from wan_video.request import Request, check_multiple
 
 PIPELINE_CLASS = "WanPipeline"
 TRANSFORMER_CLASS = "WanTransformer3DModel"
-WEIGHTED_PARTS = ("transformer", "transformer_2", "text_encoder", "vae")
+PART_CLASSES = {
+    "transformer": TRANSFORMER_CLASS,
+    "transformer_2": TRANSFORMER_CLASS,
+    "text_encoder": "UMT5EncoderModel",
+    "vae": "AutoencoderKLWan",
+}
+OPTIONAL_PART = "transformer_2"
+DEFAULT_SPATIAL_FACTOR = 8
 # Loaded are safetensors and JSON only; pickled weights can run code.
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 
@@ -52,22 +59,59 @@ def check(root: Path, request: Request) -> None:
             f"--model {request.model} is a {found}; give a Wan text-to-video checkpoint "
             f"({PIPELINE_CLASS})"
         )
-    for name in ("transformer", "transformer_2"):
-        if name == "transformer" or _has(index, name):
-            _check_transformer(root, name, index, request)
-    vae = read_json(root / "vae" / "config.json", "has no VAE")
+    for name, wanted in PART_CLASSES.items():
+        declared = declared_class(index, name)
+        if declared is None and name == OPTIONAL_PART:
+            continue
+        if declared != wanted:
+            raise _other_class(request, name, declared, wanted)
+        config = read_json(root / name / "config.json", f"has no {name}")
+        if wanted == TRANSFORMER_CLASS:
+            _check_transformer(name, config, request)
+    ratio = index.get("boundary_ratio")
+    if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, (int, float))):
+        raise _bad_entry(request, "model_index.json", "boundary_ratio", ratio, "a number or null")
+    vae = read_json(root / "vae" / "config.json", "has no vae")
+    factor = vae.get("scale_factor_spatial")
+    if factor is None:
+        factor = DEFAULT_SPATIAL_FACTOR
+    elif not _is_size(factor):
+        raise _bad_entry(
+            request, "vae/config.json", "scale_factor_spatial", factor, "a positive integer"
+        )
     for size in ("height", "width"):
-        check_multiple(size, getattr(request, size), 2 * int(vae.get("scale_factor_spatial") or 8))
+        check_multiple(size, getattr(request, size), 2 * factor)
 
 
-def _check_transformer(root: Path, name: str, index: dict[str, Any], request: Request) -> None:
-    config = read_json(root / name / "config.json", f"has no {name}")
-    declared = (index.get(name) or (None, None))[1]
-    for found in (declared, config.get("_class_name")):
-        if found != TRANSFORMER_CLASS:
-            raise UserError(
-                f"--model {request.model}: its {name} is a {found}, not a {TRANSFORMER_CLASS}; "
-                "give a Wan checkpoint"
+def declared_class(index: dict[str, Any], name: str) -> str | None:
+    """The class that model_index.json gives a part; None where it says that there is none.
+
+    Raises:
+        UserError: the entry is neither missing nor a list of a library and a class.
+    """
+    entry = index.get(name)
+    if entry is None:
+        return None
+    if (
+        not isinstance(entry, list)
+        or len(entry) != 2
+        or not all(item is None or isinstance(item, str) for item in entry)
+    ):
+        raise UserError(
+            f"--model: {name} in its model_index.json is {entry!r}, not a library and a class; "
+            "download the checkpoint again"
+        )
+    return entry[1]
+
+
+def _check_transformer(name: str, config: dict[str, Any], request: Request) -> None:
+    found = config.get("_class_name")
+    if found != TRANSFORMER_CLASS:
+        raise _other_class(request, name, found, TRANSFORMER_CLASS)
+    for channels in ("in_channels", "out_channels"):
+        if not _is_size(config.get(channels)):
+            raise _bad_entry(
+                request, f"{name}/config.json", channels, config.get(channels), "a positive integer"
             )
     if config.get("image_dim") is not None or config["in_channels"] != config["out_channels"]:
         raise UserError(
@@ -75,19 +119,33 @@ def _check_transformer(root: Path, name: str, index: dict[str, Any], request: Re
         )
 
 
+def _other_class(request: Request, name: str, found: object, wanted: str) -> UserError:
+    described = f"has no {name}" if found is None else f"its {name} is a {found}"
+    return UserError(
+        f"--model {request.model}: {described}, where a {wanted} is needed; give a Wan checkpoint"
+    )
+
+
+def _bad_entry(request: Request, file: str, name: str, found: object, wanted: str) -> UserError:
+    return UserError(
+        f"--model {request.model}: {name} in {file} is {found!r}, not {wanted}; download that file "
+        "again"
+    )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def check_weights(root: Path, request: Request) -> None:
     """Every part that has a configuration must have its weights as safetensors."""
-    for name in WEIGHTED_PARTS:
+    for name in PART_CLASSES:
         part = root / name
         if (part / "config.json").is_file() and not any(part.glob("*.safetensors")):
             raise UserError(
                 f"--model {request.model}: {name} has no .safetensors file; complete the download, "
                 "or convert pickled weights with save_pretrained(safe_serialization=True)"
             )
-
-
-def _has(index: dict[str, Any], name: str) -> bool:
-    return bool(index.get(name)) and index[name][0] is not None
 
 
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:

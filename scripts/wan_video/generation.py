@@ -1,13 +1,11 @@
-"""Loading, denoising on the XLA device, decoding on the host."""
+"""Denoising on the XLA device; text encoder and decoder on the host."""
 
 from __future__ import annotations
 
 import gc
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,20 +45,6 @@ class Result:
     steps: tuple[Step, ...]
     seconds: dict[str, float]
     processor: Any | None
-
-
-def load(root: Path, dtype: str) -> WanPipeline:
-    """The pipeline on the host.
-
-    Loading with a dtype, unlike casting afterwards, leaves the RoPE tables in float32.
-    """
-    dtypes = {"default": getattr(torch, dtype), "vae": torch.float32}
-    with warnings.catch_warnings():
-        # diffusers 0.42 renamed the argument; 0.41 (Python 3.10) knows the old name only.
-        warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
-        return WanPipeline.from_pretrained(
-            root, torch_dtype=dtypes, use_safetensors=True, local_files_only=True
-        )
 
 
 def generate(

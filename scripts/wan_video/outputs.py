@@ -7,11 +7,15 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+
+from command_line import UserError
+from wan_video.request import STAGING_PREFIX
 
 SHEET_COLUMNS = 4
 SHEET_FRAMES = 12
@@ -21,25 +25,59 @@ SHEET_FONT_SIZE = 18
 
 
 class Staging:
-    """Hands out a temporary sibling for each final path; `commit` renames them all."""
+    """Writes each file under a temporary name beside the final one; `commit` renames them all.
+
+    A file that cannot be written is set aside, so that a full disk does not cost the whole run.
+    """
 
     def __init__(self) -> None:
         self._pending: dict[Path, Path] = {}
+        self._failures: dict[Path, Exception] = {}
 
-    def path(self, final: Path) -> Path:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(
-            dir=final.parent, prefix=f".{final.stem}-", suffix=final.suffix
-        )
-        os.close(handle)
-        self._pending[final] = Path(name)
-        return self._pending[final]
+    def write(self, final: Path, writer: Callable[[Path], object]) -> None:
+        """Let `writer` write a file; its errors of writing, and only these, wait for `commit`."""
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(
+                dir=final.parent, prefix=STAGING_PREFIX, suffix=final.suffix
+            )
+            os.close(handle)
+            self._pending[final] = Path(name)
+            writer(self._pending[final])
+        except (OSError, SafetensorError) as error:
+            self._set_aside(final, error)
+
+    def _set_aside(self, final: Path, error: Exception) -> None:
+        self._failures[final] = error
+        temporary = self._pending.pop(final, None)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
     def commit(self) -> None:
-        for final, temporary in self._pending.items():
-            temporary.chmod(0o644)
-            temporary.replace(final)
-        self._pending.clear()
+        """Rename all.
+
+        Raises:
+            UserError: some could not be written; it names these and those that were.
+        """
+        written = []
+        for final, temporary in list(self._pending.items()):
+            try:
+                temporary.chmod(0o644)
+                temporary.replace(final)
+            except OSError as error:
+                self._set_aside(final, error)
+            else:
+                written.append(str(final))
+                del self._pending[final]
+        if self._failures:
+            failed = "; ".join(
+                f"cannot write {final} ({getattr(error, 'strerror', None) or error})"
+                for final, error in self._failures.items()
+            )
+            raise UserError(
+                f"{failed}; written all the same: {', '.join(written) or 'nothing'}; make room or "
+                "choose another place"
+            )
 
     def discard(self) -> None:
         for temporary in self._pending.values():
@@ -49,7 +87,7 @@ class Staging:
 
 @contextlib.contextmanager
 def staged() -> Iterator[Staging]:
-    """All files appear when the block ends well, none otherwise."""
+    """Every file that could be written appears when the block ends; none if it is interrupted."""
     staging = Staging()
     try:
         yield staging

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ CERTIFIED_ATTENTIONS = ("clis", "online")
 DTYPES = ("bfloat16", "float32")
 SIZE_MULTIPLE = 16
 FRAME_MULTIPLE = 4
+# A file is first written beside its final place under this prefix, a few random letters and the
+# final suffix: a long final name does not make the temporary one too long.
+STAGING_PREFIX = ".clis-"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -118,6 +122,11 @@ class Request:
             check_writable(self.compile_cache / "entry")
 
     def _check_model(self) -> None:
+        if not self.model.strip():
+            raise UserError(
+                "--model is empty; give the directory of a Wan checkpoint or a hub id such as "
+                "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            )
         if self.is_hub_id and not HUB_ID.fullmatch(self.model):
             raise UserError(
                 f"--model: there is no directory {self.model!r}; give a downloaded Wan "
@@ -137,16 +146,29 @@ def check_multiple(name: str, value: int, multiple: int) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Try to make a file in the nearest directory that exists on the way to `path`."""
-    if path.is_dir():
-        raise UserError(f"cannot write {path}: it is a directory; give a file name")
+    """Try to make a file, named as `path` will be staged, in the nearest directory that exists.
+
+    Raises:
+        UserError: a directory of that name exists, a name is too long, or it cannot be written to.
+    """
     parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
     try:
-        with tempfile.NamedTemporaryFile(dir=parent, prefix=".clis-probe-"):
+        is_directory = path.is_dir()
+        while not parent.exists():
+            parent = parent.parent
+        with tempfile.NamedTemporaryFile(dir=parent, prefix=STAGING_PREFIX, suffix=path.suffix):
             pass
+        longest = os.pathconf(parent, "PC_NAME_MAX")
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {parent}: {error.strerror}; choose a place you may write to"
+            f"cannot write {path}: {parent}: {error.strerror}; choose a place you may write to, "
+            "and a shorter name if it is too long"
         ) from error
+    if is_directory:
+        raise UserError(f"cannot write {path}: it is a directory; give a file name")
+    for name in path.absolute().relative_to(parent).parts:
+        if len(os.fsencode(name)) > longest:
+            raise UserError(
+                f"cannot write {path}: a name in it is longer than {longest} bytes; give a "
+                "shorter one"
+            )

@@ -118,6 +118,8 @@ def test_files_of_something_else(tmp_path: Path) -> None:
     refused(audit(path), "value has dtype I32")
     save_file({"query": four[0], "key": four, "value": four}, path)
     refused(audit(path), "query: got shape")
+    save_file({"query": four, "key": four, "value": np.ones((1, 4, 1, 16), np.float32)}, path)
+    refused(audit(path), "value: got head_dim 16", "key of 8")
 
 
 def test_bad_options(recording: Path, tmp_path: Path) -> None:
@@ -126,9 +128,17 @@ def test_bad_options(recording: Path, tmp_path: Path) -> None:
     refused(audit(recording, "--bounds", "box"), "bounds")
     refused(audit(recording, "--scale", "nan"), "scale")
     refused(audit(recording, "--json", tmp_path / "none" / "a.json"), "cannot be written")
+    refused(audit(recording, "--json", tmp_path), "--json", "is a directory", "name of a file")
     assert audit(recording, "--tolerance", "small").exit_code == 2
     assert audit().exit_code == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["qkv.safetensors"]
+
+
+def test_longest_name_of_a_table(recording: Path, tmp_path: Path) -> None:
+    """Catches a temporary name that is longer than the file's own, which the disk refuses."""
+    path = tmp_path / f"{'a' * 250}.json"
+    assert audit(recording, "--scale", families.SCALE, "--json", path).exit_code == 0
+    assert json.loads(path.read_text())["heads"]
 
 
 def test_the_help_runs_as_printed(tmp_path: Path) -> None:

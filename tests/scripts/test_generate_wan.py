@@ -177,18 +177,19 @@ def test_bfloat16_keeps_rotary_tables_in_float32(tiny_wan: Path) -> None:
     """Fault: positions rounded to 8 bits, which shifts the video's geometry."""
     import torch
 
-    from wan_video import generation
+    from wan_video import loading
 
-    pipeline = generation.load(tiny_wan, "bfloat16")
+    pipeline = loading.load(tiny_wan, "bfloat16")
     assert pipeline.transformer.rope.freqs_cos.dtype == torch.float32
     assert pipeline.transformer.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
     assert next(pipeline.vae.parameters()).dtype == torch.float32
 
 
-def test_failed_write_leaves_nothing(
+def test_failed_write_keeps_the_other_files(
     tiny_wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: a video without its JSON after a full disk."""
+    """Fault: a full disk at the very end loses the run, or leaves half a file."""
+    from command_line import UserError
     from wan_video import outputs
 
     def fail(path: Path, content: dict[str, Any]) -> None:
@@ -196,6 +197,31 @@ def test_failed_write_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(outputs, "write_json", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"cannot write .*video\.json .No space left.*video\.mp4"):
         generate(tmp_path / "out", tiny_wan, attention="native", **{**SMALL, "steps": 1})
-    assert list((tmp_path / "out").iterdir()) == []
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"video.mp4", "video.png", "latents.safetensors"}
+
+
+def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    """Fault: Ctrl-C while writing leaves some of the files, or temporary ones."""
+    from wan_video import outputs
+
+    def interrupt(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), outputs.staged() as staging:
+        staging.write(tmp_path / "a.txt", lambda path: path.write_text("whole"))
+        staging.write(tmp_path / "b.txt", interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_longest_name_can_be_written(tmp_path: Path) -> None:
+    """Fault: a temporary name longer than the final one, refused only after denoising."""
+    from wan_video import outputs, request
+
+    path = tmp_path / f"{'v' * 251}.mp4"
+    request.check_writable(path)
+    with outputs.staged() as staging:
+        staging.write(path, lambda path: path.write_text("whole"))
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 RunScript = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -71,6 +73,22 @@ def test_missing_model_directory(run_script: RunScript, tmp_path: Path) -> None:
         "generate_wan.py", "--model", tmp_path / "absent", *PROMPT, "--output", tmp_path / "v.mp4"
     )
     assert_refused(done, "there is no directory", "make_tiny_checkpoint.py", empty=tmp_path)
+
+
+def test_empty_model(run_script: RunScript, tmp_path: Path) -> None:
+    """Fault: the empty name is taken for the current directory."""
+    done = run_script("generate_wan.py", "--model", "", *PROMPT, "--output", tmp_path / "v.mp4")
+    assert_refused(done, "--model is empty", "hub id", empty=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["v" * 252 + ".mp4", "new/" + "d" * 256 + "/v.mp4", "v" * 251])
+def test_name_that_is_too_long(
+    run_script: RunScript, tiny_wan: Path, tmp_path: Path, name: str
+) -> None:
+    """Fault: a traceback, at once or after denoising. The last name's .json is too long."""
+    output = tmp_path / (name if name.endswith(".mp4") else f"{name}.mp4")
+    done = run_script("generate_wan.py", "--model", tiny_wan, *PROMPT, "--output", output)
+    assert_refused(done, "cannot write", "shorter", empty=tmp_path)
 
 
 def test_hub_id_that_cannot_be_reached(run_script: RunScript, tmp_path: Path) -> None:
@@ -148,6 +166,76 @@ def truncated_weights(model: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
+def drop_weights(part: Path, prefix: str) -> None:
+    (file,) = part.glob("*.safetensors")
+    tensors = load_file(file)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    assert 0 < len(kept) < len(tensors)
+    save_file(kept, file, metadata={"format": "pt"})
+
+
+def text_encoder_lacks_weights(model: Path) -> None:
+    drop_weights(model / "text_encoder", "encoder.block.1.")
+
+
+def vae_lacks_weights(model: Path) -> None:
+    drop_weights(model / "vae", "decoder.")
+
+
+def transformer_lacks_weights(model: Path) -> None:
+    edit_json(model / "transformer" / "config.json", num_layers=3)
+
+
+def other_shapes(model: Path) -> None:
+    edit_json(model / "transformer" / "config.json", ffn_dim=128)
+
+
+def wrong_type(model: Path) -> None:
+    edit_json(model / "transformer" / "config.json", num_layers="two")
+
+
+def other_text_width(model: Path) -> None:
+    """A text encoder that is complete, but of another model."""
+    import torch
+
+    from make_tiny_checkpoint import TinyWan, build_text_encoder
+
+    with torch.random.fork_rng(devices=[]):
+        encoder: Any = build_text_encoder(TinyWan(text_dim=64))
+    encoder.save_pretrained(model / "text_encoder")
+
+
+def short_statistics(model: Path) -> None:
+    edit_json(model / "vae" / "config.json", latents_mean=[0.0])
+
+
+def no_tokenizer(model: Path) -> None:
+    shutil.rmtree(model / "tokenizer")
+
+
+def no_channels(model: Path) -> None:
+    path = model / "transformer" / "config.json"
+    content = json.loads(path.read_text())
+    del content["in_channels"]
+    path.write_text(json.dumps(content))
+
+
+def text_for_a_part(model: Path) -> None:
+    edit_json(model / "model_index.json", transformer="x")
+
+
+def no_text_encoder(model: Path) -> None:
+    edit_json(model / "model_index.json", text_encoder=[None, None])
+
+
+def text_for_a_ratio(model: Path) -> None:
+    edit_json(model / "model_index.json", boundary_ratio="x")
+
+
+def text_for_a_factor(model: Path) -> None:
+    edit_json(model / "vae" / "config.json", scale_factor_spatial="x")
+
+
 def finer_vae(model: Path) -> None:
     edit_json(model / "vae" / "config.json", scale_factor_spatial=16)
 
@@ -163,7 +251,20 @@ def finer_vae(model: Path) -> None:
         (broken_index, ("not a diffusers checkpoint",)),
         (no_weights, ("transformer has no .safetensors",)),
         (pickled_weights, ("vae has no .safetensors", "safe_serialization")),
-        (truncated_weights, ("cannot be loaded", "complete")),
+        (truncated_weights, ("transformer cannot be loaded", "complete")),
+        (text_encoder_lacks_weights, ("text_encoder lacks", "encoder.block.1.", "again")),
+        (vae_lacks_weights, ("vae lacks", "decoder.", "again")),
+        (transformer_lacks_weights, ("transformer lacks", "blocks.2.", "again")),
+        (other_shapes, ("transformer cannot be loaded", "complete")),
+        (wrong_type, ("transformer cannot be loaded", "complete")),
+        (other_text_width, ("text_dim is 32", "d_model is 64", "belong together")),
+        (short_statistics, ("latents_mean is 1", "z_dim is 16", "belong together")),
+        (no_tokenizer, ("tokenizer", "cannot be loaded", "complete")),
+        (no_channels, ("in_channels in transformer/config.json is None", "again")),
+        (text_for_a_part, ("transformer in its model_index.json is 'x'", "again")),
+        (no_text_encoder, ("has no text_encoder", "UMT5EncoderModel")),
+        (text_for_a_ratio, ("boundary_ratio", "'x'", "a number or null")),
+        (text_for_a_factor, ("scale_factor_spatial", "'x'", "positive integer")),
         (finer_vae, ("--height is 48", "multiple of 32")),
     ],
 )
