@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from certify.arithmetic import SMALLEST_NORMAL
+
 _HOST = torch.device("cpu")
 
 LOGITS_PER_CHUNK = 2**23
@@ -55,6 +57,25 @@ class Visibility:
             return None
         return _rows(self.attn_mask, start, stop).float()
 
+    def unseen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        """bool ``[B, H_kv, S_k, 1]``: keys that one of the masks hides from every query.
+
+        What lies there, in K and in V, may be NaN (padding), so it is set to 0 before it is
+        multiplied. A NaN at a key hidden from some queries only reaches all of them, as in torch.
+        """
+        if self.key_lengths is None and self.attn_mask is None:
+            return None
+        batch, num_keys, key_heads, _ = key.shape
+        unseen = torch.zeros((batch, key_heads, num_keys), dtype=torch.bool, device=_HOST)
+        if self.key_lengths is not None:
+            positions = torch.arange(num_keys, device=_HOST)
+            unseen |= (positions >= self.key_lengths[:, None])[:, None, :]
+        if self.attn_mask is not None:
+            hidden = hidden_by_mask(self.attn_mask).all(dim=2)
+            hidden = hidden.expand(batch, query.shape[2], num_keys)
+            unseen |= hidden.unflatten(1, (key_heads, -1)).all(dim=2)
+        return unseen[..., None]
+
 
 def hidden_by_mask(attn_mask: torch.Tensor) -> torch.Tensor:
     """True where a mask hides a key: False, or a bias at or below half of the dtype's lowest."""
@@ -80,8 +101,11 @@ def attention_cpu(
         out ``[B, S_q, H, D]`` in the dtype of ``query``; lse float32 ``[B, H, S_q]`` in nats. A row
         without a visible key gives 0 and -inf.
     """
+    if 0 in (*query.shape, *key.shape):
+        return _nothing_to_see(query)
     batch, num_queries, heads, head_dim = query.shape
-    keys, values = _heads_first(key), _usable_values(value, visibility, query)
+    unseen = visibility.unseen(query, key)
+    keys, values = (_without_unseen(_heads_first(array), unseen) for array in (key, value))
     out = query.new_empty(query.shape)
     lse = query.new_empty((batch, heads, num_queries), dtype=torch.float32)
     for start, stop in _chunks(num_queries, batch * heads * key.shape[1]):
@@ -105,7 +129,6 @@ def attention_backward_cpu(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor,
     lse: torch.Tensor,
     grad_out: torch.Tensor,
     visibility: Visibility,
@@ -113,12 +136,17 @@ def attention_backward_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value from the saved log-sum-exp.
 
-    With P = exp(logits - lse) and delta = rowsum(out * grad_out):
-    dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q
-    (Dao et al., FlashAttention, 2022, appendix B.2).
+    With P = exp(logits - lse) / rowsum, dP = dO V^T and delta = rowsum(P * dP):
+    dV = P^T dO, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q
+    (Dao et al., FlashAttention, 2022, appendix B.2). There delta = rowsum(out * dO), the same but
+    for the rounding of ``out``, which on peaked rows would be all that is left of dS; and the row
+    sum, 1 but for the rounding of ``lse``, is left out.
     """
+    if 0 in (*query.shape, *key.shape):
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     batch, num_queries, heads, head_dim = query.shape
-    keys, values = _heads_first(key), _usable_values(value, visibility, query)
+    unseen = visibility.unseen(query, key)
+    keys, values = (_without_unseen(_heads_first(array), unseen) for array in (key, value))
     key_heads = keys.shape[1]
     grad_query = query.new_empty(query.shape)
     grad_key, grad_value = torch.zeros_like(keys), torch.zeros_like(values)
@@ -126,12 +154,14 @@ def attention_backward_cpu(
     for start, stop in _chunks(num_queries, batch * heads * key.shape[1]):
         logits, _ = _logits(query, keys, visibility, scale, start, stop)
         probabilities = torch.exp_(logits.sub_(finite_lse[:, :, start:stop, None]))
-        grads = _heads_first(grad_out[:, start:stop])
-        delta = (_heads_first(out[:, start:stop]) * grads).sum(dim=-1, keepdim=True)
-        grads = _fold(grads, key_heads)
+        grads = _fold(_heads_first(grad_out[:, start:stop]), key_heads)
+        row_sum = probabilities.sum(dim=-1, keepdim=True)
+        probabilities /= row_sum.clamp_min_(SMALLEST_NORMAL)
         probabilities = _fold(probabilities, key_heads)
         grad_value += probabilities.transpose(-1, -2) @ grads
-        grad_logits = probabilities * (grads @ values.transpose(-1, -2) - _fold(delta, key_heads))
+        grad_probabilities = grads @ values.transpose(-1, -2)
+        delta = (probabilities * grad_probabilities).sum(dim=-1, keepdim=True)
+        grad_logits = grad_probabilities.sub_(delta).mul_(probabilities)
         grad_logits *= scale
         chunk = (grad_logits @ keys).view(batch, heads, stop - start, head_dim)
         grad_query[:, start:stop] = chunk.transpose(1, 2)
@@ -140,8 +170,8 @@ def attention_backward_cpu(
         )
     return (
         grad_query,
-        grad_key.transpose(1, 2).to(key.dtype, memory_format=torch.contiguous_format),
-        grad_value.transpose(1, 2).to(value.dtype, memory_format=torch.contiguous_format),
+        _sequence_first(_without_unseen(grad_key, unseen), key.dtype),
+        _sequence_first(_without_unseen(grad_value, unseen), value.dtype),
     )
 
 
@@ -171,27 +201,26 @@ def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
 
 
+def _sequence_first(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[B, H, S, D]`` -> contiguous ``[B, S, H, D]`` in ``dtype``."""
+    return tensor.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+
+
 def _fold(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
     """Stack the query heads that share a key head along the query dimension."""
     batch, heads, queries, last = tensor.shape
     return tensor.reshape(batch, key_heads, heads // key_heads * queries, last)
 
 
-def _usable_values(
-    value: torch.Tensor, visibility: Visibility, query: torch.Tensor
-) -> torch.Tensor:
-    """float32 ``[B, H_kv, S_k, D]``, 0 at keys that no query sees: 0 * NaN would be NaN."""
-    values = _heads_first(value)
-    batch, key_heads, num_keys, _ = values.shape
-    unseen = value.new_zeros((batch, key_heads, num_keys), dtype=torch.bool)
-    if visibility.key_lengths is not None:
-        positions = torch.arange(num_keys, device=_HOST)
-        unseen |= (positions >= visibility.key_lengths[:, None])[:, None, :]
-    if visibility.attn_mask is not None:
-        hidden = hidden_by_mask(visibility.attn_mask).all(dim=2)
-        hidden = hidden.expand(batch, query.shape[2], num_keys)
-        unseen |= hidden.unflatten(1, (key_heads, -1)).all(dim=2)
-    return values.masked_fill(unseen[..., None], 0.0)
+def _without_unseen(tensor: torch.Tensor, unseen: torch.Tensor | None) -> torch.Tensor:
+    return tensor if unseen is None else tensor.masked_fill(unseen, 0.0)
+
+
+def _nothing_to_see(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """No query, or none that sees a key: 0 and -inf."""
+    batch, num_queries, heads, _ = query.shape
+    lse = query.new_full((batch, heads, num_queries), float("-inf"), dtype=torch.float32)
+    return query.new_zeros(query.shape), lse
 
 
 def _chunks(num_queries: int, logits_per_query: int) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ import torch
 
 from certify import DEFAULT_TOLERANCE
 from torch_clis.ops import attention_op, unpack_certificate
+from torch_clis.validation import as_float
 
 
 def attention(
@@ -32,13 +33,14 @@ def attention(
     Differentiable in query, key and value.
 
     Args:
-        query: ``[B, S_q, H, D]``, float32, bfloat16 or float16.
+        query: ``[B, S_q, H, D]``, float32, bfloat16 or float16 (computed in float32); D up to 512.
         key, value: ``[B, S_k, H_kv, D]`` of the same dtype and device.
-        scale: factor of the logits; ``D ** -0.5`` if None.
+        scale: finite factor of the logits; ``D ** -0.5`` if None.
         is_causal: query i sees keys up to ``i + S_k - S_q``: bottom-right, as decoding needs.
         attn_mask: bool (True = attend) or additive bias in nats, broadcastable to
             ``[B, H, S_q, S_k]``. A bias of -inf or at most half of its dtype's lowest number hides
-            the key; any other bias is added.
+            the key; any other bias is added. What K and V hold at keys that ``attn_mask`` or
+            ``key_lengths`` hides from every query may be anything, NaN included.
         enable_gqa: allow fewer key heads than query heads (H a multiple of H_kv).
         key_lengths: int32 ``[B]``; keys at or beyond the length are hidden.
         tolerance: proven ``|o - o_exact| / max|v|`` beyond what online softmax rounds; above
@@ -59,8 +61,8 @@ def attention(
         of ``query``; a row with no visible key gives 0 and lse = -inf (torch gives NaN there).
 
     Raises:
-        ValueError: a wrong rank, shape, dtype, device, tolerance or path; fewer key heads without
-            ``enable_gqa``.
+        ValueError: a wrong rank, shape, head_dim, dtype, device, scale, tolerance or path; fewer
+            key heads without ``enable_gqa``.
         NotImplementedError: a promise, a mask that needs a gradient, a device without a kernel.
     """
     if promise is not None:
@@ -73,6 +75,8 @@ def attention(
             f"key: got {key.shape[2]} heads beside {query.shape[2]} of the query; pass "
             "enable_gqa=True to share key heads, or repeat them."
         )
+    scale = None if scale is None else as_float("scale", scale)
+    tolerance = as_float("tolerance", tolerance)  # the op takes no numpy scalars
     out, lse, packed = attention_op(
         query, key, value, attn_mask, key_lengths, scale, is_causal, tolerance, path
     )

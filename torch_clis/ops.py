@@ -55,7 +55,7 @@ def attention_op(
     Raises:
         ValueError, NotImplementedError: see `torch_clis.validation.validate_attention`.
     """
-    validate_attention(query, key, value, attn_mask, key_lengths, tolerance, path)
+    validate_attention(query, key, value, attn_mask, key_lengths, scale, tolerance, path)
     visibility = Visibility(_four_dimensional(attn_mask), key_lengths, causal)
     out, lse = attention_cpu(query, key, value, visibility, _scale(scale, query))
     return out, lse, _exact_certificate(query, key)
@@ -73,7 +73,7 @@ def _attention_fake(
     tolerance: float,
     path: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    validate_attention(query, key, value, attn_mask, key_lengths, tolerance, path)
+    validate_attention(query, key, value, attn_mask, key_lengths, scale, tolerance, path)
     batch, num_queries, heads, _ = query.shape
     blocks = _num_query_blocks(query, key)
     return (
@@ -95,10 +95,10 @@ def _attention_xla(
     tolerance: float,
     path: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    validate_attention(query, key, value, attn_mask, key_lengths, tolerance, path)
+    validate_attention(query, key, value, attn_mask, key_lengths, scale, tolerance, path)
     out, lse, certificate = lowering.call(
         attention_program,
-        [query, key, value, *_mask_tensors(attn_mask, key_lengths)],
+        [query, key, value, *_mask_tensors(key, attn_mask, key_lengths)],
         name="xla::clis_attention",
         has_mask=attn_mask is not None,
         has_key_lengths=key_lengths is not None,
@@ -126,7 +126,7 @@ def attention_backward_op(
     """Gradients of query, key and value, in their shapes and dtypes."""
     visibility = Visibility(_four_dimensional(attn_mask), key_lengths, causal)
     return attention_backward_cpu(
-        query, key, value, out, lse, grad_out, visibility, _scale(scale, query)
+        query, key, value, lse, grad_out, visibility, _scale(scale, query)
     )
 
 
@@ -165,7 +165,7 @@ def _attention_backward_xla(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_query, grad_key, grad_value = lowering.call(
         attention_backward_program,
-        [query, key, value, out, lse, grad_out, *_mask_tensors(attn_mask, key_lengths)],
+        [query, key, value, out, lse, grad_out, *_mask_tensors(key, attn_mask, key_lengths)],
         name="xla::clis_attention_backward",
         has_mask=attn_mask is not None,
         has_key_lengths=key_lengths is not None,
@@ -208,10 +208,11 @@ def _four_dimensional(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _mask_tensors(
-    attn_mask: torch.Tensor | None, key_lengths: torch.Tensor | None
+    key: torch.Tensor, attn_mask: torch.Tensor | None, key_lengths: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    lengths = None if key_lengths is None else key_lengths.to(torch.int32)
-    return [tensor for tensor in (_four_dimensional(attn_mask), lengths) if tensor is not None]
+    if key_lengths is not None:  # clamped first: an int64 length can wrap around
+        key_lengths = key_lengths.clamp(0, key.shape[1]).to(torch.int32)
+    return [part for part in (_four_dimensional(attn_mask), key_lengths) if part is not None]
 
 
 def _num_query_blocks(query: torch.Tensor, key: torch.Tensor) -> int:

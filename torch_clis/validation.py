@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from certify.arithmetic import validate_tolerance
+from certify.arithmetic import query_factor, validate_tolerance
+from jax_kernels.config import LARGEST_HEAD_DIM
 
 PATHS = ("auto", "clis", "online")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,13 +20,14 @@ def validate_attention(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     key_lengths: torch.Tensor | None,
+    scale: float | None,
     tolerance: float,
     path: str,
 ) -> None:
     """Check every argument of ``torch.ops.clis.attention``, ``[B, S, H, D]``.
 
     Raises:
-        ValueError: wrong rank, shape, dtype, tolerance or path.
+        ValueError: wrong rank, shape, head_dim, dtype, scale, tolerance or path.
         NotImplementedError: a device or dtype that there is no kernel for.
     """
     _validate_tensors(query, key, value)
@@ -31,6 +35,7 @@ def validate_attention(
         _validate_mask(attn_mask, query, key)
     if key_lengths is not None:
         _validate_key_lengths(key_lengths, query)
+    _validate_scale(scale)
     validate_tolerance(tolerance)
     validate_path(path)
 
@@ -46,6 +51,18 @@ def validate_path(path: str) -> str:
     return path
 
 
+def as_float(name: str, number: float) -> float:
+    """A number as Python's float, also from a scalar of numpy.
+
+    Raises:
+        ValueError: where it is none.
+    """
+    try:
+        return float(number)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}: got {number!r}; give a number.") from None
+
+
 def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
@@ -53,8 +70,6 @@ def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
                 f"{name}: got {tensor.dim()} dimensions, shape {_shape(tensor)}; attention takes "
                 "[batch, sequence, heads, head_dim]. Use unflatten or unsqueeze."
             )
-        if 0 in tensor.shape:
-            raise ValueError(f"{name}: got shape {_shape(tensor)}; no dimension may be empty.")
         if tensor.dtype != query.dtype:
             raise ValueError(
                 f"{name}: got dtype {tensor.dtype} beside a query of {query.dtype}; "
@@ -67,6 +82,11 @@ def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
             )
     _validate_kind(query)
     batch, _, heads, head_dim = query.shape
+    if not 0 < head_dim <= LARGEST_HEAD_DIM:
+        raise ValueError(
+            f"query: got head_dim {head_dim}; attention takes 1 to {LARGEST_HEAD_DIM}. Use "
+            "torch.nn.functional.scaled_dot_product_attention for larger heads."
+        )
     if key.shape[0] != batch or key.shape[3] != head_dim:
         raise ValueError(
             f"key: got shape {_shape(key)} beside a query of {_shape(query)}; batch and head_dim "
@@ -76,7 +96,7 @@ def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         raise ValueError(
             f"value: got shape {_shape(value)} beside a key of {_shape(key)}; they must be equal."
         )
-    if heads % key.shape[2] != 0:
+    if key.shape[2] == 0 or heads % key.shape[2] != 0:
         raise ValueError(
             f"key: got {key.shape[2]} heads beside {heads} of the query; the query's number of "
             "heads must be a multiple of the key's."
@@ -94,6 +114,14 @@ def _validate_kind(query: torch.Tensor) -> None:
             f"query: got device {query.device}; attention runs on XLA devices (TPU, CPU) and on "
             "plain CPU tensors. Move the tensors, or use "
             "torch.nn.functional.scaled_dot_product_attention there."
+        )
+
+
+def _validate_scale(scale: float | None) -> None:
+    if scale is not None and not math.isfinite(query_factor(scale)):
+        raise ValueError(
+            f"scale: got {scale}; give a number whose product with log2(e) is finite in float32, "
+            "or None for head_dim ** -0.5."
         )
 
 

@@ -20,9 +20,9 @@ from tests.torch_clis.helpers import (
     random_inputs,
 )
 
-FACTOR = 4.0
-"""Autograd keeps float32 probabilities; from a saved log-sum-exp they are made again, and delta
-comes from an output that was rounded: two more sources of the same size."""
+FACTOR = {"cpu": 2.0, "xla": 3.0}
+"""Allowed multiple of the plain implementation's error. Measured on XLA: 2.7, in the gradient of
+the values of the sharpest rows; with delta from a rounded output it was 3 to 25."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -60,7 +60,59 @@ def test_gradients(
     got = on_host(*_gradients(out, leaves, weights))
     for gradient, reference, simple, leaf in zip(got, wanted, plain, inputs, strict=True):
         assert gradient.dtype == leaf.dtype and gradient.shape == leaf.shape
-        assert largest_error(gradient, reference) <= allowed_error(simple, reference, FACTOR)
+        limit = allowed_error(simple, reference, FACTOR[device.type])
+        assert largest_error(gradient, reference) <= limit
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 4.0, 10.0, 30.0])
+def test_gradients_of_peaked_rows(
+    sharpness: float, device: torch.device, generator: torch.Generator
+) -> None:
+    """Fault: the rounding of a bfloat16 output enters the gradients, which it dominates there."""
+    query, key, value = random_inputs(generator, (1, 200, 2, 64))
+    inputs = tuple(part.bfloat16() for part in (sharpness * query, sharpness * key, value))
+    weights = torch.randn(query.shape, generator=generator).bfloat16()
+    leaves = as_leaves(inputs, torch.float64)
+    wanted = _gradients(definition(*leaves)[0], leaves, weights)
+    leaves = as_leaves(inputs, torch.bfloat16)
+    out, _ = definition(*leaves, dtype=torch.float32, probability_dtype=torch.bfloat16)
+    plain = _gradients(out.bfloat16(), leaves, weights)
+    leaves = moved(inputs, device, requires_grad=True)
+    got = on_host(*_gradients(torch_clis.attention(*leaves), leaves, weights))
+    for gradient, reference, simple in zip(got, wanted, plain, strict=True):
+        limit = allowed_error(simple, reference, FACTOR[device.type])
+        assert largest_error(gradient, reference) <= limit
+
+
+UNSEEN: dict[str, dict[str, Any]] = {
+    "lengths": {"key_lengths": torch.tensor([25], dtype=torch.int32)},
+    "bool": {"attn_mask": torch.arange(30)[None, :] < 25},
+    "additive": {
+        "attn_mask": torch.zeros(1, 2, 20, 30).masked_fill(
+            torch.arange(30) >= 25, torch.finfo(torch.float32).min
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_keys_that_no_query_sees_may_be_anything(
+    kind: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """Fault: 0 * NaN of a padded key or value reaches the output or a gradient."""
+    inputs = random_inputs(generator, (1, 20, 2, 64), (1, 30, 2, 64))
+    weights = torch.randn(inputs[0].shape, generator=generator)
+    leaves = as_leaves(inputs, torch.float64)
+    wanted_out = definition(*leaves, **UNSEEN[kind])[0]
+    wanted = _gradients(wanted_out, leaves, weights)
+    for padded in inputs[1:]:
+        padded[:, 25:27] = float("nan")
+        padded[:, 27:] = float("inf")
+    leaves = moved(inputs, device, requires_grad=True)
+    out = torch_clis.attention(*leaves, **moved_options(UNSEEN[kind], device))
+    got = on_host(out, *_gradients(out, leaves, weights))
+    for result, reference in zip(got, [wanted_out, *wanted], strict=True):
+        assert largest_error(result, reference) <= 2.0**-18
 
 
 def test_gradients_after_the_fixed_stabilizer_kernel(
@@ -76,7 +128,8 @@ def test_gradients_after_the_fixed_stabilizer_kernel(
     leaves = moved(inputs, xla_device, requires_grad=True)
     got = on_host(*_gradients(torch_clis.attention(*leaves), leaves, weights))
     for gradient, reference, simple in zip(got, wanted, plain, strict=True):
-        assert largest_error(gradient, reference) <= allowed_error(simple, reference, FACTOR)
+        limit = allowed_error(simple, reference, FACTOR["xla"])
+        assert largest_error(gradient, reference) <= limit
 
 
 def test_only_out_is_differentiable(device: torch.device, generator: torch.Generator) -> None:

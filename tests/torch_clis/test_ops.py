@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,17 +124,74 @@ def test_causal_alignment(
     assert largest_error(got, wanted) <= allowed_error(plain, wanted)
 
 
-def test_nan_beyond_the_length_stays_there(
-    device: torch.device, generator: torch.Generator
+@pytest.mark.parametrize("beyond", [2**31, 2**32, 2**40])
+def test_long_lengths_do_not_wrap(
+    beyond: int, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Fault: 0 * NaN of a padded key's value reaches every row."""
-    query, key, value = random_inputs(generator, (1, 20, 2, 64), (1, 30, 2, 64))
-    wanted = definition(query, key[:, :25], value[:, :25])[0]
-    for padded in (key, value):
-        padded[:, 25:] = float("nan")
-    lengths = torch.tensor([25], dtype=torch.int32, device=device)
-    got = torch_clis.attention(*moved((query, key, value), device), key_lengths=lengths)
+    """Fault: an int64 length becomes 0 or negative as int32, and every key is hidden."""
+    inputs = random_inputs(generator, (2, 20, 2, 64), (2, 30, 2, 64))
+    wanted, _ = definition(*inputs, key_lengths=torch.tensor([30, 0]))
+    lengths = torch.tensor([beyond, -beyond], device=device)
+    got = torch_clis.attention(*moved(inputs, device), key_lengths=lengths)
     assert largest_error(got, wanted) <= 2.0**-20
+
+
+EMPTY = {
+    "batch": ((0, 6, 4, 8), (0, 5, 2, 8)),
+    "heads": ((2, 6, 0, 8), (2, 5, 2, 8)),
+    "queries": ((2, 0, 4, 8), (2, 5, 2, 8)),
+    "keys": ((2, 6, 4, 8), (2, 0, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", EMPTY)
+def test_empty_inputs(
+    kind: str, masked: bool, device: torch.device, generator: torch.Generator
+) -> None:
+    """Fault: an empty batch divides by 0 or fails inside a compiler; devices differ."""
+    query_shape, key_shape = EMPTY[kind]
+    inputs = moved(random_inputs(generator, query_shape, key_shape), device, requires_grad=True)
+    options: dict[str, Any] = {}
+    if masked:
+        options["key_lengths"] = torch.full(key_shape[:1], 3, device=device)
+        options["attn_mask"] = torch.ones(1, 1, 1, key_shape[1], dtype=torch.bool, device=device)
+    out, lse, certificate = torch_clis.attention(
+        *inputs, **options, enable_gqa=True, return_lse=True, return_certificate=True
+    )
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    out, lse, verdict, *gradients = on_host(out, lse, certificate["verdict"], *gradients)
+    batch, queries, heads, _ = query_shape
+    assert torch.equal(out, torch.zeros(query_shape))
+    assert torch.equal(lse, torch.full((batch, heads, queries), float("-inf")))
+    assert verdict.shape[:2] == (batch, heads) and (verdict == VERDICTS.index("exact")).all()
+    for gradient, given in zip(gradients, inputs, strict=True):
+        assert torch.equal(gradient, torch.zeros(given.shape))
+
+
+def test_numbers_of_numpy_are_numbers(device: torch.device, generator: torch.Generator) -> None:
+    """Fault: the op's schema refuses a numpy scalar that the documentation allows."""
+    inputs = moved(random_inputs(generator, (1, 20, 2, 64)), device)
+    wanted = torch_clis.attention(*inputs, scale=0.25, tolerance=2.0**-10)
+    got = torch_clis.attention(*inputs, scale=np.float32(0.25), tolerance=np.float32(2.0**-10))
+    assert torch.equal(got.cpu(), wanted.cpu())
+
+
+def test_float16_probabilities_stay_float32(device: torch.device) -> None:
+    """Fault: probabilities below 2^-25 are 0 in float16, in the output and the values' gradient."""
+    query = torch.ones(1, 1, 1, 16)
+    key = torch.zeros(1, 2, 1, 16)
+    key[0, 1] = -18.0 / 16  # e^-18 = 2^-26
+    value = torch.tensor([0.0, 6e4]).view(1, 2, 1, 1).expand(1, 2, 1, 16)
+    half = (query.half(), key.half(), value.half())
+    leaves = moved(half, device, requires_grad=True)
+    out = torch_clis.attention(*leaves, scale=1.0)
+    (grad_value,) = torch.autograd.grad((out * 1e4).sum(), leaves[2])
+    out, grad_value = on_host(out, grad_value)
+    small = math.exp(-18.0)
+    assert largest_error(out / (6e4 * small), torch.ones(out.shape)) <= 2.0**-9
+    wanted = torch.full((16,), 1e4 * small)
+    assert largest_error(grad_value[0, 1, 0] / wanted, torch.ones(16)) <= 2.0**-7
 
 
 def test_cpu_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:

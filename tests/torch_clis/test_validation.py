@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,21 @@ Case = tuple[dict[str, Any], type[Exception], str]
 ATTENTION: dict[str, Case] = {
     "query-rank": ({"query": _tensor(6, 4, 8)}, ValueError, r"query: got 3 dimensions.*unflatten"),
     "key-rank": ({"key": _tensor(2, 6, 32)}, ValueError, r"key: got 3 dimensions"),
-    "empty": ({"value": _tensor(2, 0, 4, 8)}, ValueError, r"value: got shape \[2, 0, 4, 8\]"),
+    "no-key-heads": (
+        {"key": _tensor(2, 6, 0, 8), "value": _tensor(2, 6, 0, 8), "enable_gqa": True},
+        ValueError,
+        r"key: got 0 heads",
+    ),
+    "no-channels": (
+        {name: _tensor(2, 6, 4, 0) for name in ("query", "key", "value")},
+        ValueError,
+        r"query: got head_dim 0; attention takes 1 to 512",
+    ),
+    "large-heads": (
+        {name: _tensor(2, 6, 4, 513) for name in ("query", "key", "value")},
+        ValueError,
+        r"query: got head_dim 513; attention takes 1 to 512",
+    ),
     "batch": ({"key": _tensor(3, 6, 4, 8)}, ValueError, r"key: got shape \[3, 6, 4, 8\].*batch"),
     "head-dim": ({"key": _tensor(2, 6, 4, 16)}, ValueError, r"key: got shape.*head_dim"),
     "value-shape": ({"value": _tensor(2, 5, 4, 8)}, ValueError, r"value: got shape \[2, 5, 4, 8\]"),
@@ -86,6 +101,11 @@ ATTENTION: dict[str, Case] = {
     "tolerance-low": ({"tolerance": 1e-9}, ValueError, r"tolerance: got 1e-09"),
     "tolerance-high": ({"tolerance": 1.0}, ValueError, r"tolerance: got 1.0"),
     "tolerance-nan": ({"tolerance": float("nan")}, ValueError, r"tolerance: got nan"),
+    "tolerance-text": ({"tolerance": "small"}, ValueError, r"tolerance: got 'small'; give a num"),
+    "scale-nan": ({"scale": float("nan")}, ValueError, r"scale: got nan.*finite in float32"),
+    "scale-infinite": ({"scale": -math.inf}, ValueError, r"scale: got -inf"),
+    "scale-huge": ({"scale": 2.4e38}, ValueError, r"scale: got 2.4e\+38.*log2\(e\)"),
+    "scale-text": ({"scale": "auto"}, ValueError, r"scale: got 'auto'; give a number"),
     "path": ({"path": "fast"}, ValueError, r"path: got 'fast'; give one of auto, clis, online"),
     "promise": ({"promise": object()}, NotImplementedError, r"promise: got object.*Leave it None"),
 }
@@ -121,11 +141,34 @@ def test_scaled_dot_product_attention_refuses(name: str) -> None:
     _check(torch_clis.scaled_dot_product_attention, SDPA[name])
 
 
-@pytest.mark.parametrize("name", ["tolerance-low", "path", "mask-shape", "float64", "gqa-ratio"])
+ELSEWHERE = (
+    "tolerance-low",
+    "path",
+    "mask-shape",
+    "float64",
+    "gqa-ratio",
+    "no-key-heads",
+    "no-channels",
+    "large-heads",
+    "scale-nan",
+    "scale-infinite",
+    "scale-huge",
+)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_xla_refuses_before_lowering(name: str, xla_device: torch.device) -> None:
     """Fault: the XLA kernel trusts what only the CPU kernel checks."""
     changes, error, message = ATTENTION[name]
     changes = moved_options({**_good(), **changes}, xla_device)
+    _check(torch_clis.attention, (changes, error, message))
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_fake_tensors_are_refused_alike(name: str) -> None:
+    """Fault: a graph is traced for arguments that the kernels then refuse."""
+    changes, error, message = ATTENTION[name]
+    changes = moved_options({**_good(), **changes}, torch.device("meta"))
     _check(torch_clis.attention, (changes, error, message))
 
 
