@@ -70,7 +70,7 @@ def test_gradients_of_peaked_rows(
 ) -> None:
     """Fault: the rounding of a bfloat16 output enters the gradients, which it dominates there."""
     query, key, value = random_inputs(generator, (1, 200, 2, 64))
-    inputs = tuple(part.bfloat16() for part in (sharpness * query, sharpness * key, value))
+    inputs = ((sharpness * query).bfloat16(), (sharpness * key).bfloat16(), value.bfloat16())
     weights = torch.randn(query.shape, generator=generator).bfloat16()
     leaves = as_leaves(inputs, torch.float64)
     wanted = _gradients(definition(*leaves)[0], leaves, weights)

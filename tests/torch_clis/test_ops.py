@@ -159,7 +159,7 @@ def test_empty_inputs(
     out, lse, certificate = torch_clis.attention(
         *inputs, **options, enable_gqa=True, return_lse=True, return_certificate=True
     )
-    gradients = torch.autograd.grad(out.sum(), inputs)
+    gradients = list(torch.autograd.grad(out.sum(), inputs))
     out, lse, verdict, *gradients = on_host(out, lse, certificate["verdict"], *gradients)
     batch, queries, heads, _ = query_shape
     assert torch.equal(out, torch.zeros(query_shape))
@@ -173,7 +173,8 @@ def test_numbers_of_numpy_are_numbers(device: torch.device, generator: torch.Gen
     """Fault: the op's schema refuses a numpy scalar that the documentation allows."""
     inputs = moved(random_inputs(generator, (1, 20, 2, 64)), device)
     wanted = torch_clis.attention(*inputs, scale=0.25, tolerance=2.0**-10)
-    got = torch_clis.attention(*inputs, scale=np.float32(0.25), tolerance=np.float32(2.0**-10))
+    numbers: dict[str, Any] = {"scale": np.float32(0.25), "tolerance": np.float32(2.0**-10)}
+    got = torch_clis.attention(*inputs, **numbers)
     assert torch.equal(got.cpu(), wanted.cpu())
 
 
