@@ -158,7 +158,6 @@ def attention_backward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    out: jax.Array,
     lse: jax.Array,
     grad_out: jax.Array,
     *,
@@ -170,7 +169,7 @@ def attention_backward(
     attn_mask: jax.Array | None = None,
     logits_soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value from the forward pass's out and lse (nats).
+    """Gradients of query, key and value from the forward pass's lse (nats).
 
     Args and errors are those of ``attention``; all arrays as there.
     """

@@ -178,15 +178,17 @@ def exact_backward(
             )
 
         logits, logits_vjp = jax.vjp(masked_logits, rows, key)
+        # Their sum is 1 but for rounding: these logits and those behind lse are not the same bits.
         weights = jnp.exp(logits - rows_lse[..., None])
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / jnp.maximum(total, SMALLEST_NORMAL)
         _, values_vjp = jax.vjp(
             lambda w, v: weighted_values(w.astype(value.dtype), v), weights, value
         )
         grad_weights, grad_value = values_vjp(rows_grad.astype(jnp.float32))
         # The mean of grad_weights, not out * grad_out: the output is rounded, and what is left of
         # the difference on peaked rows would be its rounding.
-        total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), SMALLEST_NORMAL)
-        mean = jnp.sum(weights * grad_weights, axis=-1, keepdims=True) / total
+        mean = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
         grad_logits = weights * (grad_weights - mean + rows_grad_lse[..., None])
         grad_rows, grad_key = logits_vjp(grad_logits)
         grad_bias = None

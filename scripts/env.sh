@@ -11,7 +11,8 @@ CLIS_VENV="$CLIS_ROOT/.venv"
 CLIS_OWNED="$CLIS_VENV/.made-by-clis"  # this directory is ours to delete
 CLIS_COMPLETE="$CLIS_VENV/.complete"   # written last; holds the lock file's checksum
 CLIS_NEEDED_GB=10
-CLIS_NEEDED_MODULES="torch torch_xla jax diffusers transformers typer rich safetensors imageio matplotlib"
+# test.sh adds what only the tests need.
+CLIS_NEEDED_MODULES="torch torch_xla jax diffusers transformers typer rich safetensors imageio matplotlib ${CLIS_TEST_MODULES:-}"
 
 clis_error() {
     printf 'error: %s\n' "$*" >&2

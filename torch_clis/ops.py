@@ -115,7 +115,6 @@ def attention_backward_op(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor,
     lse: torch.Tensor,
     grad_out: torch.Tensor,
     attn_mask: torch.Tensor | None,
@@ -135,7 +134,6 @@ def _attention_backward_fake(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor,
     lse: torch.Tensor,
     grad_out: torch.Tensor,
     attn_mask: torch.Tensor | None,
@@ -155,7 +153,6 @@ def _attention_backward_xla(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor,
     lse: torch.Tensor,
     grad_out: torch.Tensor,
     attn_mask: torch.Tensor | None,
@@ -165,7 +162,7 @@ def _attention_backward_xla(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_query, grad_key, grad_value = lowering.call(
         attention_backward_program,
-        [query, key, value, out, lse, grad_out, *_mask_tensors(key, attn_mask, key_lengths)],
+        [query, key, value, lse, grad_out, *_mask_tensors(key, attn_mask, key_lengths)],
         name="xla::clis_attention_backward",
         has_mask=attn_mask is not None,
         has_key_lengths=key_lengths is not None,
@@ -182,16 +179,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
             "attn_mask: requires a gradient, which attention does not compute. Pass "
             "attn_mask.detach(), or use torch.nn.functional.scaled_dot_product_attention."
         )
-    out, lse, certificate = output
+    _, lse, certificate = output
     ctx.mark_non_differentiable(lse, certificate)
-    ctx.save_for_backward(query, key, value, attn_mask, key_lengths, out, lse)
+    ctx.save_for_backward(query, key, value, attn_mask, key_lengths, lse)
     ctx.scale, ctx.causal = scale, causal
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    query, key, value, attn_mask, key_lengths, out, lse = ctx.saved_tensors
+    query, key, value, attn_mask, key_lengths, lse = ctx.saved_tensors
     grads = torch.ops.clis.attention_backward(
-        query, key, value, out, lse, grad_out, attn_mask, key_lengths, ctx.scale, ctx.causal
+        query, key, value, lse, grad_out, attn_mask, key_lengths, ctx.scale, ctx.causal
     )
     return (*grads, None, None, None, None, None, None)
 

@@ -68,12 +68,11 @@ def attention_backward_program(
 ) -> tuple[Any, Any, Any]:
     """(grad_query, grad_key, grad_value) of ``jax_kernels.attention_backward``."""
     del platform  # one definition for both
-    query, key, value, out, lse, grad_out, *optional = arrays
+    query, key, value, lse, grad_out, *optional = arrays
     grads: tuple[Any, Any, Any] = jax_kernels.attention_backward(
         query,
         key,
         value,
-        out,
         lse,
         grad_out,
         **_masks(optional, has_mask, has_key_lengths),

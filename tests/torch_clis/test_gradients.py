@@ -20,9 +20,9 @@ from tests.torch_clis.helpers import (
     random_inputs,
 )
 
-FACTOR = {"cpu": 2.0, "xla": 3.0}
-"""Allowed multiple of the plain implementation's error. Measured on XLA: 2.7, in the gradient of
-the values of the sharpest rows; with delta from a rounded output it was 3 to 25."""
+FACTOR = 2.0
+"""Allowed multiple of the plain implementation's error; with delta from a rounded output it was 3
+to 25 on sharp rows, and 2.7 with probabilities that do not sum to 1."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -60,7 +60,7 @@ def test_gradients(
     got = on_host(*_gradients(out, leaves, weights))
     for gradient, reference, simple, leaf in zip(got, wanted, plain, inputs, strict=True):
         assert gradient.dtype == leaf.dtype and gradient.shape == leaf.shape
-        limit = allowed_error(simple, reference, FACTOR[device.type])
+        limit = allowed_error(simple, reference, FACTOR)
         assert largest_error(gradient, reference) <= limit
 
 
@@ -80,7 +80,7 @@ def test_gradients_of_peaked_rows(
     leaves = moved(inputs, device, requires_grad=True)
     got = on_host(*_gradients(torch_clis.attention(*leaves), leaves, weights))
     for gradient, reference, simple in zip(got, wanted, plain, strict=True):
-        limit = allowed_error(simple, reference, FACTOR[device.type])
+        limit = allowed_error(simple, reference, FACTOR)
         assert largest_error(gradient, reference) <= limit
 
 
@@ -128,7 +128,7 @@ def test_gradients_after_the_fixed_stabilizer_kernel(
     leaves = moved(inputs, xla_device, requires_grad=True)
     got = on_host(*_gradients(torch_clis.attention(*leaves), leaves, weights))
     for gradient, reference, simple in zip(got, wanted, plain, strict=True):
-        limit = allowed_error(simple, reference, FACTOR["xla"])
+        limit = allowed_error(simple, reference, FACTOR)
         assert largest_error(gradient, reference) <= limit
 
 

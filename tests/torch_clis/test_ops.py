@@ -240,7 +240,7 @@ def test_opcheck_backward(aspect: str, device: torch.device, generator: torch.Ge
     """Fault: the backward op's fake shapes follow the query where key heads are fewer."""
     query, key, value = moved(random_inputs(generator, (1, 24, 4, 64), (1, 33, 2, 64)), device)
     out, lse, _ = torch.ops.clis.attention(query, key, value, *OPCHECK_ARGUMENTS)
-    arguments = (query, key, value, out, lse, torch.ones_like(out), None, None, None, False)
+    arguments = (query, key, value, lse, torch.ones_like(out), None, None, None, False)
     torch.library.opcheck(torch.ops.clis.attention_backward, arguments, test_utils=aspect)
 
 
