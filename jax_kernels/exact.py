@@ -90,6 +90,26 @@ def _computed_in(dtype: Any) -> Any:
     return jnp.float32 if dtype == jnp.float16 else dtype
 
 
+def _masked_logits(
+    rows: jax.Array,
+    key: jax.Array,
+    masking: Masking,
+    settings: ExactSettings,
+    start: jax.Array,
+    query_length: int,
+) -> jax.Array:
+    """Logits of a chunk of queries, from ``start`` on, in nats; -inf where hidden."""
+    logits = scaled_logits(rows, key, settings.scale, settings.logits_soft_cap)
+    return apply_masking(
+        logits,
+        masking,
+        query_start=start,
+        query_length=query_length,
+        causal=settings.causal,
+        window=settings.window,
+    )
+
+
 def exact_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, masking: Masking, settings: ExactSettings
 ) -> tuple[jax.Array, jax.Array]:
@@ -103,15 +123,7 @@ def exact_attention(
 
     def one_chunk(piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start, rows = piece
-        logits = scaled_logits(rows, key, settings.scale, settings.logits_soft_cap)
-        logits = apply_masking(
-            logits,
-            padded_masking,
-            query_start=start,
-            query_length=query_length,
-            causal=settings.causal,
-            window=settings.window,
-        )
+        logits = _masked_logits(rows, key, padded_masking, settings, start, query_length)
         largest = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
         largest = jnp.where(jnp.isneginf(largest), 0, largest)
         weights = jnp.exp(logits - largest)
@@ -166,18 +178,11 @@ def exact_backward(
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
         start, rows, rows_grad, rows_lse, rows_grad_lse = piece
 
-        def masked_logits(q: jax.Array, k: jax.Array) -> jax.Array:
-            logits = scaled_logits(q, k, settings.scale, settings.logits_soft_cap)
-            return apply_masking(
-                logits,
-                padded_masking,
-                query_start=start,
-                query_length=query_length,
-                causal=settings.causal,
-                window=settings.window,
-            )
-
-        logits, logits_vjp = jax.vjp(masked_logits, rows, key)
+        logits, logits_vjp = jax.vjp(
+            lambda q, k: _masked_logits(q, k, padded_masking, settings, start, query_length),
+            rows,
+            key,
+        )
         # Their sum is 1 but for rounding: these logits and those behind lse are not the same bits.
         weights = jnp.exp(logits - rows_lse[..., None])
         total = jnp.sum(weights, axis=-1, keepdims=True)
