@@ -14,6 +14,8 @@ import gc, signal, sys, time
 import typer
 from command_line import run
 
+# A job started in the background inherits that SIGINT is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 app = typer.Typer()
 
 def interrupt(phase, information):
