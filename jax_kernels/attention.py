@@ -16,6 +16,7 @@ from jax_kernels.config import (
     BlockSizes,
     Problem,
     choose_block_sizes,
+    computed_in,
     round_up,
 )
 from jax_kernels.exact import ExactSettings, Gradients, exact_attention, exact_backward
@@ -266,7 +267,7 @@ def _problem(settings: _Settings, query: jax.Array, key: jax.Array, *, interpret
         query_heads=query_heads,
         key_heads=key.shape[2],
         head_dim=_padded_head_dim(head_dim, query_heads == key.shape[2]),
-        dtype=jnp.float32 if query.dtype == jnp.float16 else query.dtype,
+        dtype=computed_in(query.dtype),
         scale=settings.exact.scale or 0.0,
         tolerance=settings.tolerance,
         blocks=settings.blocks,

@@ -98,6 +98,11 @@ def num_query_blocks(
     return -(-query_shape[1] // sizes.block_q)
 
 
+def computed_in(dtype: Any) -> Any:
+    """float16 is computed in float32: its probabilities would vanish below 2^-24."""
+    return jnp.float32 if dtype == jnp.float16 else dtype
+
+
 @dataclass(frozen=True)
 class Problem:
     """One unmasked attention call as the kernels see it: static shapes and settings.
@@ -121,6 +126,11 @@ class Problem:
     @property
     def kernel(self) -> KernelArithmetic:
         return arithmetic_for(jnp.dtype(self.dtype).name)
+
+    @property
+    def query_in_halves(self) -> bool:
+        """Whether a scaled query is held as a high and a low half, as bfloat16 asks for."""
+        return bool(jnp.dtype(self.dtype) == jnp.bfloat16)
 
     @property
     def heads_per_group(self) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from certify.arithmetic import SMALLEST_NORMAL
+from jax_kernels.config import computed_in
 from jax_kernels.masks import Masking, apply_masking, pad_query_rows, visible_by
 from jax_kernels.reference import scaled_logits, weighted_values
 
@@ -85,11 +86,6 @@ def _without_unseen(array: jax.Array, seen: jax.Array | None) -> jax.Array:
     return array if seen is None else jnp.where(seen, array, jnp.zeros((), array.dtype))
 
 
-def _computed_in(dtype: Any) -> Any:
-    """float16 is computed in float32: its probabilities would vanish below 2^-24."""
-    return jnp.float32 if dtype == jnp.float16 else dtype
-
-
 def _masked_logits(
     rows: jax.Array,
     key: jax.Array,
@@ -119,7 +115,7 @@ def exact_attention(
     padded_masking = pad_query_rows(masking, chunks.padded)
     seen = _seen_keys(masking, query, key)
     key, value = _without_unseen(key, seen), _without_unseen(value, seen)
-    query, key, value = (x.astype(_computed_in(out_dtype)) for x in (query, key, value))
+    query, key, value = (x.astype(computed_in(out_dtype)) for x in (query, key, value))
 
     def one_chunk(piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start, rows = piece
@@ -169,7 +165,7 @@ def exact_backward(
     padded_masking = pad_query_rows(masking, chunks.padded)
     seen = _seen_keys(masking, query, key)
     key, value = _without_unseen(key, seen), _without_unseen(value, seen)
-    query, key, value = (x.astype(_computed_in(dtype)) for x in (query, key, value))
+    query, key, value = (x.astype(computed_in(dtype)) for x in (query, key, value))
     grad_lse = jnp.zeros_like(lse) if grad_lse is None else grad_lse
     saved = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
 

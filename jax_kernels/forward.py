@@ -128,10 +128,9 @@ class _Head:
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """float32 [rows, block_q], in bits, of ``rows`` (keys or summary rows)."""
-        dtype = self.problem.dtype
-        if jnp.dtype(dtype) == jnp.bfloat16:
+        if self.problem.query_in_halves:
             rows = jnp.concatenate([rows, rows], axis=1)
-        return _contract(rows, self.query[...], (1, 1), dtype)
+        return _contract(rows, self.query[...], (1, 1), self.problem.dtype)
 
     def accumulate(self, probabilities: jax.Array, values: jax.Array) -> None:
         """Add a chunk's probabilities and weighted values to the running sums."""
@@ -296,7 +295,7 @@ def _run_block(
         for head in heads:
             query = query_ref[0, :, head.channels].astype(jnp.float32)
             high, low = split_for(problem.dtype, query * query_factor(problem.scale))
-            parts = [high, low] if jnp.dtype(problem.dtype) == jnp.bfloat16 else [high]
+            parts = [high, low] if problem.query_in_halves else [high]
             head.query[...] = jnp.concatenate(parts, axis=1).astype(problem.dtype)
             head.row_sum[...] = jnp.zeros(head.row_sum.shape, jnp.float32)
             head.numerator[...] = jnp.zeros(head.numerator.shape, jnp.float32)
@@ -382,7 +381,7 @@ def _call(
 ) -> Any:
     """A pallas_call with the scratch and the outputs (out, lse) that both kernels share."""
     heads, block_q = problem.heads_per_group, problem.blocks.block_q
-    halves = 2 if jnp.dtype(problem.dtype) == jnp.bfloat16 else 1
+    halves = 2 if problem.query_in_halves else 1
     groups = problem.batch * problem.query_groups
     specs = _specs(problem)
     outputs = [

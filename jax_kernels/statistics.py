@@ -286,7 +286,7 @@ def _pack(summary: KeySummary, value_max: jax.Array, problem: Problem) -> Statis
 
     high, low = (aligned(part, -2, 0.0) for part in (summary.high, summary.low))
     parts = [high]
-    if jnp.dtype(problem.dtype) == jnp.bfloat16:
+    if problem.query_in_halves:
         parts.append(low[..., NUM_SENTINELS:, :])
     centers = jnp.concatenate(parts, axis=-2).astype(problem.dtype)
     log2_count = aligned(summary.log2_count, -1, EMPTY)
