@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write text to a file beside the target, then put it in the target's place.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside the target to write; it takes the target's place when the block ends well.
 
     Raises:
         OSError: where the directory is missing or cannot be written; nothing is left behind.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".certify-", suffix=".part")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".certify-", suffix=".part")
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        yield temporary
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write text so that the file appears whole or not at all.
+
+    Raises:
+        OSError: where the directory is missing or cannot be written; nothing is left behind.
+    """
+    with replacing(path) as temporary:
+        # Newlines as they are: a CSV writer ends its lines itself.
+        temporary.write_text(text, encoding="utf-8", newline="")
