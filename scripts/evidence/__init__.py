@@ -1,0 +1,1 @@
+"""Evidence for the certificate: a search for violations, shares certified, trained heads."""
