@@ -2,7 +2,17 @@
 
 from certify.arithmetic import DEFAULT_TOLERANCE
 from certify.bounds import BOUND_NAMES
-from certify.certificate import Certificate, certify
+from certify.call import certify, record
+from certify.certificate import Certificate
+from certify.rows import RECORD_FIELDS
 from certify.theorem import VERDICTS
 
-__all__ = ["BOUND_NAMES", "DEFAULT_TOLERANCE", "VERDICTS", "Certificate", "certify"]
+__all__ = [
+    "BOUND_NAMES",
+    "DEFAULT_TOLERANCE",
+    "RECORD_FIELDS",
+    "VERDICTS",
+    "Certificate",
+    "certify",
+    "record",
+]

@@ -28,6 +28,10 @@ FLOAT32_ROUNDOFF = 2.0**-24
 LARGEST_NUM_KEYS = 2**23
 """From this length on a float32 sum has no error bound below 1."""
 
+EXP2_ERROR = 2.0**-21
+"""Relative error of the machine's exp2 and log2 (eight units in the last place), an assumption. It
+is part of the rounding error, not of the range error."""
+
 ARGUMENT_ROUNDINGS = 3
 """Roundings of exp2's argument: 1 for ``exp2(logit - stabilizer)``, 3 where a compiler lowers exp2
 to ``exp(ln2 * x)``. The larger count holds for both and costs a tenth of a bit at the default
@@ -54,6 +58,10 @@ DEFAULT_TOLERANCE = 2.0**-12
 LARGEST_STABILIZER = 2.0**18
 """Beyond this many bits the float32 grid of stabilizers is coarser than ``GRID_MARGIN`` allows."""
 
+TANH_ERROR = 2.0**-20
+"""Relative error of tanh and of the division and product around it, of the machine and of the bound
+together: sixteen units in the last place, an assumption."""
+
 EVALUATION_SLACK = 2.0**-10
 """Bits added outward to every bound for the error of exp2, log2 and float32 addition in the bound's
 own evaluation (a few hundred terms: below 2^-13), and for products of a logit that are flushed."""
@@ -76,6 +84,10 @@ class KernelArithmetic:
             parts.
         product_flushes: cut-offs per key that lose at most 2^-126 of a product or of a partial sum.
         value_flushes: cut-offs that lose at most 2^-126 of a value or of the final product.
+        passes: matrix passes, each with a product per key.
+        probability_roundoff: relative error of a probability (and, in split products, of what the
+            passes leave out) as it is multiplied by a value.
+        output_roundoff: unit roundoff of the output's dtype.
     """
 
     name: str
@@ -83,6 +95,9 @@ class KernelArithmetic:
     probability_losses: int
     product_flushes: int
     value_flushes: int
+    passes: int
+    probability_roundoff: float
+    output_roundoff: float
 
     def contraction_length(self, head_dim: int) -> int:
         """Number of products summed into one logit."""
@@ -93,8 +108,10 @@ class KernelArithmetic:
         return self.probability_losses + self.product_flushes / value_max
 
 
-BFLOAT16 = KernelArithmetic("bfloat16", 2, 2, 1, 2)
-FLOAT32 = KernelArithmetic("float32", 6, 4, 6, 4)
+BFLOAT16_ROUNDOFF = 2.0**-8
+
+BFLOAT16 = KernelArithmetic("bfloat16", 2, 2, 1, 2, 1, BFLOAT16_ROUNDOFF, BFLOAT16_ROUNDOFF)
+FLOAT32 = KernelArithmetic("float32", 6, 4, 6, 4, 6, 4.0 * FLOAT32_ROUNDOFF, 2.0 * FLOAT32_ROUNDOFF)
 
 ARITHMETICS = {"bfloat16": BFLOAT16, "float32": FLOAT32, "float16": FLOAT32}
 """By input dtype. float16 is converted to float32 before the kernel and back after it; what is

@@ -1,57 +1,78 @@
-"""Upper and lower bounds on the log-sum-exp of every row, from a summary of the keys.
+"""Upper and lower bounds on the log-sum-exp of every query row, from a summary of its keys.
 
-The summary of one (batch, head) is a short list of rows, each a vector c with a count of keys:
+Each family is one function that says how far a logit q.k can lie from q.c, c being the center of
+the row of the summary that stands for k:
 
-* sentinels: keys taken out one by one; their logits are known up to rounding;
-* blocks: means of runs of the remaining keys, with the radius around each;
-* the ball: mean and radius of all remaining keys together.
+* ``ball_reach``: |q| |k - c| (Cauchy-Schwarz), for blocks of keys and for all keys as one ball;
+* ``scaled_reach``: |q s| |(k - c) / s| for fixed positive channel scales s;
+* ``box_reach``: sum_d |q_d| |k_d - c_d|, from the largest deviation of each channel;
+* ``soft_capped``: a capped logit is monotone in the logit, and never beyond the cap.
 
-With |k - c| <= R, a logit q.k lies within |q| R of q.c (Cauchy-Schwarz), and by Jensen's inequality
-the keys of a block sum to at least n 2^(q . mean). Everything is evaluated with the array namespace
-``xp`` (numpy or jax.numpy) in float32, with slack that always points outward. Logits are in bits.
+From below, Jensen's inequality: n keys with mean c sum to at least n 2^(q.c), where the row sees
+all of them and nothing is capped. Everything is evaluated with the array namespace ``xp`` (numpy or
+jax.numpy) in float32, with slack that points outward. Logits are in bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from certify import arithmetic
-from certify.arithmetic import KernelArithmetic
+from certify.summary import EMPTY, Array, norm_above
 
-Array = Any
-Split = Callable[[Array], tuple[Array, Array]]
-MatMul = Callable[[Array, Array], Array]
+BOUND_NAMES = (
+    "none",
+    "ball",
+    "blocks",
+    "ball+sentinels",
+    "blocks+sentinels",
+    "box",
+    "scaled",
+    "box+sentinels",
+    "scaled+sentinels",
+    "soft cap",
+    "weights",
+)
+"""Names of the bound codes, from 0 on. "weights": promised in advance, see ``static``."""
 
-BOUND_NAMES = ("none", "ball", "blocks", "ball+sentinels", "blocks+sentinels")
-"""Names of the bound codes 0 to 4."""
+SENTINELS_SUFFIX = "+sentinels"
 
-NUM_SENTINELS = 128
-"""One tile of the matrix unit; one key from each class of positions modulo 128."""
+RECORDED_BOUNDS = (
+    "auto",
+    "ball",
+    "blocks",
+    "ball+sentinels",
+    "blocks+sentinels",
+    "box+sentinels",
+    "scaled+sentinels",
+    "soft cap",
+)
+"""What a recording holds of every query block."""
 
-KEYS_PER_BLOCK = 1024
-"""Keys whose mean is one row of the summary."""
 
-EMPTY = -1e30
-"""log2 of the count of an empty row: finite, so that no inf - inf can arise."""
+class Exponents(NamedTuple):
+    """log2 of the most and the least that the keys behind each row of a summary can sum to.
 
-
-class KeySummary(NamedTuple):
-    """Rows [sentinels | blocks | ball] of each (batch, head); leading dimensions are free.
-
-    Attributes:
-        high, low: [..., rows, head_dim]; the row's vector is high + low (each exact in the kernel's
-            input dtype).
-        log2_count: [..., rows], bits.
-        reach_up, reach_down: [..., rows]; times |q| (bits) they bound how far above and below
-            q . (high + low) + log2_count the row's share of the log-sum-exp may lie.
+    Both [..., rows, queries], bits.
     """
 
-    high: Array
-    low: Array
-    log2_count: Array
-    reach_up: Array
-    reach_down: Array
+    upper: Array
+    lower: Array
+
+
+class Seen(NamedTuple):
+    """What each query sees of the keys behind each row of a summary, [..., rows, queries].
+
+    Attributes:
+        log2_upper: log2 of the number of visible keys plus their largest bias, bits.
+        log2_lower: log2 of the number of visible keys whose bias is not far below the row's
+            largest, plus the smallest bias among them, bits.
+        whole: bool, those are all keys of the row of the summary.
+    """
+
+    log2_upper: Array
+    log2_lower: Array
+    whole: Array
 
 
 class RowBounds(NamedTuple):
@@ -63,103 +84,66 @@ class RowBounds(NamedTuple):
     grid_origin: Array
 
 
-def norm_above(vector: Array, *, xp: Any) -> Array:
-    """An upper bound on the Euclidean norm over the last axis, rounding and underflow included."""
-    squares = xp.sum(vector * vector, axis=-1)
-    return root_above(squares, vector.shape[-1], xp=xp)
+def code_of(name: str) -> float:
+    """The code of a bound, as the float that arrays of codes hold."""
+    return float(BOUND_NAMES.index(name))
 
 
-def root_above(squares: Array, length: int, *, xp: Any) -> Array:
-    """An upper bound on a norm, from its square as float32 summed it over ``length`` numbers."""
-    slack = 1.0 + arithmetic.dot_slack(length + 4)
-    return (xp.sqrt(squares) + arithmetic.norm_underflow(length)) * slack
+def ball_reach(reach: Array, query_norm: Array) -> Array:
+    """How far a logit lies from its center's: |q| R."""
+    return reach * query_norm
 
 
-def summarize_keys(
-    *,
-    block_mean: Array,
-    block_count: Array,
-    radius_squared: Array,
-    spread_squared: Array,
-    sentinels: Array,
-    membership: Array,
-    keys_per_block: int,
-    kernel: KernelArithmetic,
-    split: Split,
-    matmul: MatMul,
-    xp: Any,
-) -> KeySummary:
-    """Take the sentinels out of the block statistics and bound what is left.
+def scaled_reach(scaled_radius: Array, scaled_query_norm: Array) -> Array:
+    """The same with channels scaled: |q s| max |(k - c) / s|, for any positive s."""
+    return scaled_radius * scaled_query_norm
+
+
+def box_reach(half_width: Array, query: Array, *, matmul: Any, xp: Any) -> Array:
+    """The same in a box: sum_d |q_d| h_d, [..., rows, queries].
 
     Args:
-        block_mean: float32 [..., blocks, head_dim], mean of all keys of the block.
-        block_count: float32 [blocks], number of keys of the block.
-        radius_squared: float32 [..., blocks], largest squared distance to ``block_mean`` among the
-            keys that are not sentinels (0 if there are none).
-        spread_squared: the same among all keys of the block.
-        sentinels: float32 [..., sentinels, head_dim], distinct keys.
-        membership: float32 [..., blocks, sentinels], 1 where the sentinel lies in the block.
-        keys_per_block: largest number of keys of a block.
-        split: rounds to the pair (high, low) of the kernel's input dtype.
-        matmul: float32 matrix product at full precision.
+        half_width: [..., rows, head_dim]; query: [..., queries, head_dim].
     """
-    head_dim = block_mean.shape[-1]
-    num_sentinels = sentinels.shape[-2]
+    slack = 1.0 + arithmetic.dot_slack(query.shape[-1] + 4)
+    flushed = query.shape[-1] * arithmetic.SMALLEST_NORMAL
+    return matmul(half_width, xp.swapaxes(xp.abs(query), -1, -2)) * slack + flushed
 
-    def norm(vector: Array) -> Array:
-        return norm_above(vector, xp=xp)
 
-    count = xp.broadcast_to(block_count, radius_squared.shape)
-    rest = count - xp.sum(membership, axis=-1)
-    occupied = rest > 0
-    divisor = xp.maximum(rest, 1.0)
-    total = count[..., None] * block_mean - matmul(membership, sentinels)
-    mean = xp.where(occupied[..., None], total / divisor[..., None], 0.0)
-    high, low = split(mean)
-    center = high + low
-    largest_key = norm(block_mean) + root_above(spread_squared, head_dim, xp=xp)
-    summation = arithmetic.dot_slack(keys_per_block + num_sentinels + 8)
-    mean_error = summation * 2.0 * count * largest_key / divisor + norm(mean - center)
-    radius = root_above(radius_squared, head_dim, xp=xp) + norm(block_mean - center)
-    mean_error = xp.where(occupied, mean_error, 0.0)
-    radius = xp.where(occupied, radius, 0.0)
+def soft_capped(logits: Array, cap: float, *, xp: Any) -> Array:
+    """cap tanh(logits / cap), bits; monotone, within [-cap, cap]."""
+    return cap * xp.tanh(logits / cap)
 
-    everything = xp.maximum(xp.sum(rest, axis=-1, keepdims=True), 1.0)
-    ball_mean = matmul((rest / everything)[..., None, :], center)
-    ball_high, ball_low = split(ball_mean)
-    ball_center = ball_high + ball_low
-    center_norm = norm(center)
-    ball_error = (
-        xp.max(mean_error, axis=-1, keepdims=True)
-        + arithmetic.dot_slack(rest.shape[-1] + 8) * xp.max(center_norm, axis=-1, keepdims=True)
-        + norm(ball_mean - ball_center)
-    )
-    offset = xp.where(occupied, radius + norm(center - ball_center), 0.0)
-    ball_radius = xp.max(offset, axis=-1, keepdims=True)
 
-    unit = arithmetic.dot_slack(kernel.contraction_length(head_dim)) + arithmetic.COEFFICIENT_SLACK
+def exponents(
+    logits: Array, log2_count: Array, distance_up: Array, distance_down: Array
+) -> Exponents:
+    """Exponents where every query sees every key and nothing is capped."""
+    return Exponents(logits + (log2_count + distance_up), logits + (log2_count - distance_down))
 
-    def rounding(vector_norm: Array, distance: Array) -> Array:
-        return unit * (2.0 * vector_norm + distance)
 
-    sentinel_reach = rounding(norm(sentinels), 0.0)
-    block_slack = rounding(center_norm, radius)
-    ball_slack = rounding(norm(ball_center), ball_radius)
-    log2_rest = xp.where(occupied, xp.log2(divisor), EMPTY)
-    log2_everything = xp.where(xp.sum(rest, axis=-1, keepdims=True) > 0, xp.log2(everything), EMPTY)
-    return KeySummary(
-        high=xp.concatenate([sentinels, high, ball_high], axis=-2),
-        low=xp.concatenate([xp.zeros_like(sentinels), low, ball_low], axis=-2),
-        log2_count=xp.concatenate(
-            [xp.zeros_like(sentinel_reach), log2_rest, log2_everything], axis=-1
-        ),
-        reach_up=xp.concatenate(
-            [sentinel_reach, radius + block_slack, ball_radius + ball_slack], axis=-1
-        ),
-        reach_down=xp.concatenate(
-            [sentinel_reach, mean_error + block_slack, ball_error + ball_slack], axis=-1
-        ),
-    )
+def masked_exponents(
+    logits: Array,
+    distance_up: Array,
+    distance_down: Array,
+    seen: Seen,
+    *,
+    soft_cap: float | None,
+    xp: Any,
+) -> Exponents:
+    """Exponents of the keys that each query sees, with the soft cap between logit and bias.
+
+    Jensen's inequality holds for the mean of the keys behind a row of the summary: where a query
+    sees only some of them, or where the cap bends the logits, each key is taken at the lower edge
+    of its reach.
+    """
+    high, edge, mean = logits + distance_up, logits - distance_up, logits - distance_down
+    if soft_cap is not None:
+        slack = soft_cap * arithmetic.TANH_ERROR
+        high = soft_capped(high, soft_cap, xp=xp) + slack
+        edge = mean = soft_capped(edge, soft_cap, xp=xp) - slack
+    low = xp.where(seen.whole, mean, edge)
+    return Exponents(high + seen.log2_upper, low + seen.log2_lower)
 
 
 def log_sum_exp2(exponents: Array, *, xp: Any) -> Array:
@@ -175,54 +159,59 @@ def log_add_exp2(first: Array, second: Array, *, xp: Any) -> Array:
 
 
 def row_bounds(
-    logits: Array,
-    query_norm: Array,
-    log2_count: Array,
-    reach_up: Array,
-    reach_down: Array,
+    rows: Exponents,
+    grid_origin: Array | None,
     *,
     num_sentinels: int,
     num_blocks: int,
     xp: Any,
     family: str = "auto",
 ) -> RowBounds:
-    """Bounds S and L of every query row: sentinels with the better of blocks and ball.
+    """Bounds S and L of every query row: sentinels with the blocks, the ball, or the better.
 
     Args:
-        logits: float32 [..., rows, queries], q' . (high + low) of the summary's rows, in bits.
-        query_norm: float32 [..., 1, queries], an upper bound on |q'|.
-        log2_count, reach_up, reach_down: float32 [..., rows, 1] of the summary.
-        num_sentinels, num_blocks: the first rows are sentinels, then blocks, then the ball.
-        family: "auto" takes the better of both per row; "blocks" or "ball" that one alone.
+        rows: of the summary's rows: sentinels first, then blocks, then the ball.
+        grid_origin: [..., 1, queries], a logit of the row; None: L.
+        family: "auto" takes the better of blocks and ball per row; "ball" the ball alone; another
+            name takes the blocks alone and says by which reach their exponents came about.
     """
-    above = logits + (log2_count + reach_up * query_norm)
-    below = logits + (log2_count - reach_down * query_norm)
     first_block, ball = num_sentinels, num_sentinels + num_blocks
 
-    def blocks_of(exponents: Array) -> Array:
-        return log_sum_exp2(exponents[..., first_block:ball, :], xp=xp)
+    def blocks_of(side: Array) -> Array:
+        return log_sum_exp2(side[..., first_block:ball, :], xp=xp)
 
-    suffix = "+sentinels" if num_sentinels else ""
-    blocks_code, ball_code = (
-        float(BOUND_NAMES.index(name + suffix)) for name in ("blocks", "ball")
-    )
-    upper_ball, lower_ball = (side[..., ball : ball + 1, :] for side in (above, below))
+    suffix = SENTINELS_SUFFIX if num_sentinels else ""
+    upper_ball, lower_ball = (side[..., ball : ball + 1, :] for side in rows)
+    ball_code = code_of("ball" + suffix)
     if family == "ball":
         upper, lower, code = upper_ball, lower_ball, xp.zeros_like(upper_ball) + ball_code
     else:
-        upper, lower = blocks_of(above), blocks_of(below)
-        code = xp.zeros_like(upper) + blocks_code
+        upper, lower = blocks_of(rows.upper), blocks_of(rows.lower)
+        named = "blocks" if family == "auto" else family
+        code = xp.zeros_like(upper) + code_of(named + suffix)
     if family == "auto":
         code = xp.where(upper <= upper_ball, code, xp.zeros_like(upper) + ball_code)
         upper, lower = xp.minimum(upper, upper_ball), xp.maximum(lower, lower_ball)
-    origin = lower
+    origin = lower if grid_origin is None else grid_origin
     if num_sentinels:
-        origin = xp.max(logits[..., :first_block, :], axis=-2, keepdims=True)
-        upper = log_add_exp2(upper, log_sum_exp2(above[..., :first_block, :], xp=xp), xp=xp)
-        lower = log_add_exp2(lower, log_sum_exp2(below[..., :first_block, :], xp=xp), xp=xp)
+        singles = (log_sum_exp2(side[..., :first_block, :], xp=xp) for side in rows)
+        upper, lower = (
+            log_add_exp2(rest, single, xp=xp)
+            for rest, single in zip((upper, lower), singles, strict=True)
+        )
     return RowBounds(
         upper=upper + arithmetic.EVALUATION_SLACK,
         lower=lower - arithmetic.EVALUATION_SLACK,
         code=code,
         grid_origin=origin,
     )
+
+
+def scaled_query_norm(query: Array, channel_scale: Array, *, xp: Any) -> Array:
+    """Upper bound on |q s|, [..., queries], for queries [..., queries, head_dim]."""
+    return norm_above(query * channel_scale[..., None, :], xp=xp)
+
+
+def log2_of_count(count: Array, *, xp: Any) -> Array:
+    """log2, ``EMPTY`` for a count of 0."""
+    return xp.where(count > 0, xp.log2(xp.maximum(count, 1.0)), EMPTY)

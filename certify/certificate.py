@@ -1,47 +1,39 @@
-"""The certificate of an attention call, from its tensors, before anything is multiplied.
-
-It evaluates, in numpy and float32, the formulas that the kernel evaluates: the keys' summary
-(``keys``), bounds on every row's log-sum-exp (``bounds``) and the theorem (``theorem``).
-"""
+"""The certificate of an attention call: what is proved of every row, and its JSON."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from certify import arithmetic, theorem
-from certify.bounds import KEYS_PER_BLOCK
+from certify import arithmetic
 from certify.formats import Float32
-from certify.inputs import (
-    AttentionInputs,
-    positive_int,
-    read_inputs,
-    refuse_masks,
-    validate_bounds,
-)
-from certify.keys import bound_rows, key_summary
-
-DEFAULT_BLOCK_Q = 2048
-"""Rows judged together: the largest query block of the kernels. They share the rows evenly among as
-few blocks as that allows; pass their block_q to compare block by block."""
+from certify.inputs import positive_int
 
 SCHEMA = "certify.certificate"
-SCHEMA_VERSION = 1
-
-ROWS_AT_ONCE = 8192
-"""Rows whose bounds are evaluated together, which bounds the memory."""
+SCHEMA_VERSION = 2
 
 _BLOCK_ARRAYS = {"certified": np.dtype(np.bool_), "bound_used": np.dtype(np.int8)}
-_ROW_ARRAYS = {
-    name: np.dtype(np.float32) for name in ("stabilizer", "error_bound", "gap", "budget")
-}
+ROW_ARRAYS = (
+    "stabilizer",
+    "error_bound",
+    "lse_error_bound",
+    "rounding_bound",
+    "gap",
+    "budget",
+    "upper",
+    "lower",
+    "value_low",
+    "value_high",
+)
+"""Fields of a ``Certificate`` that are float32 [B, H, S_q]."""
+
+_ROW_ARRAYS = {name: np.dtype(np.float32) for name in ROW_ARRAYS}
 _ARRAYS = _BLOCK_ARRAYS | _ROW_ARRAYS
 
 
@@ -56,10 +48,18 @@ class Certificate:
         certified: bool [B, H, num_q_blocks].
         stabilizer: float32 [B, H, S_q], bits (base 2); NaN where the row is not certified.
         error_bound: float32 [B, H, S_q]; proven |o - o_exact| / max|v| beyond what any attention in
-            this precision rounds; inf where the row is not certified.
+            this precision rounds (the range error); inf where the row is not certified.
+        lse_error_bound: float32 [B, H, S_q], nats; the same of the log-sum-exp.
+        rounding_bound: float32 [B, H, S_q]; what any attention in this precision may round,
+            relative to max|v| (the rounding error, kept apart).
         gap: float32 [B, H, S_q], bits: S - L, upper minus lower bound on the row's log-sum-exp; inf
             where an input is not finite.
         budget: float32 [B, H, S_q], bits that the theorem allows; -inf where nothing can be proved.
+        upper, lower: float32 [B, H, S_q], bits: S and L, the bounds on the log-sum-exp; -inf where
+            no key is visible.
+        value_low, value_high: float32 [B, H, S_q]: V_lo <= max|v| over the keys that the row sees,
+            and V_hi, max|v| over all keys of the head. Errors are relative to max|v|, and to V_lo
+            under an additive bias that puts keys 30 bits below others.
         bound_used: int8 [B, H, num_q_blocks], code into ``BOUND_NAMES``: the bound behind the row
             with the largest gap, certified or not; 0 ("none") where no key is visible.
         tolerance: the error_bound that was asked for.
@@ -72,8 +72,14 @@ class Certificate:
     certified: npt.NDArray[np.bool_]
     stabilizer: Float32
     error_bound: Float32
+    lse_error_bound: Float32
+    rounding_bound: Float32
     gap: Float32
     budget: Float32
+    upper: Float32
+    lower: Float32
+    value_low: Float32
+    value_high: Float32
     bound_used: npt.NDArray[np.int8]
     tolerance: float
     block_q: int
@@ -146,165 +152,3 @@ def _decode(name: str, entry: dict[str, Any]) -> npt.NDArray[Any]:
     if entry["dtype"] != dtype.name or len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"text: {name} does not hold a {dtype.name} array of shape {shape}.")
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
-
-
-def certify(
-    query: Any,
-    key: Any,
-    value: Any = None,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    key_lengths: Any = None,
-    segment_ids: Any = None,
-    window: Any = None,
-    attn_mask: Any = None,
-    logits_soft_cap: float | None = None,
-    tolerance: float = arithmetic.DEFAULT_TOLERANCE,
-    block_q: int | None = None,
-    bounds: str = "auto",
-    statistics_block: int = KEYS_PER_BLOCK,
-    progress: Callable[[int, int], None] | None = None,
-) -> Certificate:
-    """Certify an attention call before it runs.
-
-    Args:
-        query: [B, S_q, H, D], bfloat16, float16 or float32; anything with ``__array__``.
-        key: [B, S_k, H_kv, D], the same dtype; H a multiple of H_kv.
-        value: [B, S_k, H_kv, D]. None takes max|v| = 1 for every head: the certificate then holds
-            for values with that maximum only.
-        scale: logits are scale * query . key (nats); None: D ** -0.5.
-        causal, segment_ids, window, attn_mask, logits_soft_cap: not certified in this version.
-        key_lengths: int [B]; every row of batch element b sees its first key_lengths[b] keys. A
-            length of 0 gives rows of exact zeros, which are certified.
-        tolerance: largest |o - o_exact| / max|v| beyond ordinary rounding.
-        block_q: rows judged together; None: ``DEFAULT_BLOCK_Q``.
-        bounds: "auto" (the best per row) or one name of ``BOUND_NAMES`` other than "none".
-        statistics_block: keys whose mean is one row of the keys' summary.
-        progress: called with (heads done, heads in all) after every head of keys.
-
-    Raises:
-        ValueError: for an argument of the wrong shape, dtype or range.
-        NotImplementedError: for a mask or a soft cap. The kernels compute such calls by an exact
-            path, which needs no certificate.
-    """
-    refuse_masks(
-        causal=causal,
-        segment_ids=segment_ids,
-        window=window,
-        attn_mask=attn_mask,
-        logits_soft_cap=logits_soft_cap,
-    )
-    inputs = read_inputs(query, key, value, scale=scale, key_lengths=key_lengths)
-    settings = _Settings(
-        tolerance=arithmetic.validate_tolerance(tolerance),
-        bounds=validate_bounds(bounds),
-        statistics_block=positive_int("statistics_block", statistics_block),
-    )
-    block_q = DEFAULT_BLOCK_Q if block_q is None else positive_int("block_q", block_q)
-    batch, query_length, heads, _ = inputs.query.shape
-    rows = _Rows((batch, heads, query_length))
-    key_heads = inputs.key.shape[2]
-    # NaN, inf and underflow are ordinary here: every test is written so that they fail it.
-    with np.errstate(all="ignore"):
-        for done, (element, key_head) in enumerate(np.ndindex(batch, key_heads), start=1):
-            if inputs.key_lengths[element] == 0:
-                rows.see_nothing(element, settings.tolerance)
-            else:
-                _certify_key_head(inputs, settings, element, key_head, rows)
-            if progress is not None:
-                progress(done, batch * key_heads)
-    return rows.by_block(settings.tolerance, block_q)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    tolerance: float
-    bounds: str
-    statistics_block: int
-
-
-class _Rows:
-    """Results per row, each [B, H, S_q], filled in head by head."""
-
-    def __init__(self, shape: tuple[int, int, int]) -> None:
-        self.certified = np.zeros(shape, np.bool_)
-        self.stabilizer = np.full(shape, np.nan, np.float32)
-        self.error_bound = np.full(shape, np.inf, np.float32)
-        self.gap = np.full(shape, np.inf, np.float32)
-        self.budget = np.full(shape, -np.inf, np.float32)
-        self.code = np.zeros(shape, np.int8)
-
-    def see_nothing(self, element: int, tolerance: float) -> None:
-        """Rows without a visible key are exact zeros, whatever the stabilizer."""
-        one = np.ones(1, np.float32)
-        kernel = arithmetic.FLOAT32
-        head = theorem.limits(one, num_keys=1, tolerance=tolerance, kernel=kernel, xp=np)
-        self.certified[element] = True
-        self.stabilizer[element] = self.error_bound[element] = self.gap[element] = 0.0
-        self.budget[element] = head.budget
-
-    def by_block(self, tolerance: float, block_q: int) -> Certificate:
-        """Judge the rows of every query block together."""
-        query_length = self.certified.shape[2]
-        starts = np.arange(0, query_length, block_q)
-        certified = np.logical_and.reduceat(self.certified, starts, axis=2)
-        used = np.zeros(certified.shape, np.int8)
-        for block, start in enumerate(starts):
-            span = slice(start, start + block_q)
-            worst = np.argmax(self.gap[..., span], axis=2, keepdims=True)
-            used[..., block] = np.take_along_axis(self.code[..., span], worst, axis=2)[..., 0]
-        return Certificate(
-            certified=certified,
-            stabilizer=self.stabilizer,
-            error_bound=self.error_bound,
-            gap=self.gap,
-            budget=self.budget,
-            bound_used=used,
-            tolerance=tolerance,
-            block_q=block_q,
-        )
-
-
-def _certify_key_head(
-    inputs: AttentionInputs, settings: _Settings, element: int, key_head: int, rows: _Rows
-) -> None:
-    """Fill in the rows of all query heads that share one head of keys."""
-    length = int(inputs.key_lengths[element])
-    summary = key_summary(
-        inputs.key[element, :length, key_head],
-        inputs.dtype,
-        sentinels=settings.bounds == "auto" or settings.bounds.endswith("+sentinels"),
-        statistics_block=settings.statistics_block,
-    )
-    value_max = np.ones(1, np.float32)
-    if inputs.value is not None:
-        value_max = np.max(np.abs(inputs.value[element, :length, key_head])).reshape(1)
-    head = theorem.limits(
-        value_max,
-        num_keys=length,
-        tolerance=settings.tolerance,
-        kernel=arithmetic.arithmetic_for(inputs.dtype),
-        xp=np,
-    )
-    for query_head in range(key_head * inputs.group, (key_head + 1) * inputs.group):
-        for span in _spans(inputs.query.shape[1]):
-            query = inputs.query[element, span, query_head]
-            row = bound_rows(
-                query, summary, dtype=inputs.dtype, scale=inputs.scale, bounds=settings.bounds
-            )
-            choice = theorem.choose_stabilizer(row.upper, row.lower, row.grid_origin, head, xp=np)
-            error = theorem.error_in_advance(choice.stabilizer, row.lower, head, xp=np)
-            gap = row.upper - row.lower
-            index = (element, query_head, span)
-            rows.certified[index] = choice.certified
-            rows.stabilizer[index] = np.where(choice.certified, choice.stabilizer, np.nan)
-            rows.error_bound[index] = np.where(choice.certified, error, np.inf)
-            rows.gap[index] = np.where(np.isnan(gap), np.inf, gap)
-            rows.budget[index] = head.budget
-            rows.code[index] = row.code
-
-
-def _spans(length: int) -> Iterator[slice]:
-    for start in range(0, length, ROWS_AT_ONCE):
-        yield slice(start, min(start + ROWS_AT_ONCE, length))

@@ -1,121 +1,199 @@
-"""What the certificate needs from the keys of one head, in numpy: the kernel's statistics pass.
+"""What the certificate needs from the keys and values of one head: the kernel's statistics pass.
 
 Means over runs of keys, each key's squared distance to its mean, and from every class of positions
-modulo 128 the farthest key, which becomes a sentinel. ``bounds.summarize_keys`` does the rest.
+modulo 128 the farthest key, which becomes a sentinel. ``summary.summarize_keys`` does the rest. On
+the host in numpy, on a device in jax.numpy: the same functions, with a ``Backend``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from certify.arithmetic import arithmetic_for, query_factor
-from certify.bounds import (
+from certify.formats import split_for
+from certify.summary import (
+    EMPTY,
     KEYS_PER_BLOCK,
     NUM_SENTINELS,
+    Array,
+    BlockShapes,
     KeySummary,
-    RowBounds,
-    norm_above,
-    row_bounds,
+    MatMul,
+    block_shapes,
+    choose_channel_scale,
     summarize_keys,
 )
-from certify.formats import Float32, split_for
 
 
 @dataclass(frozen=True)
-class HeadSummary:
-    """The rows of one head's ``KeySummary``, the first ``num_sentinels`` of which are sentinels."""
+class Backend:
+    """An array library: its namespace, and what it needs of its own.
+
+    Attributes:
+        xp: numpy or jax.numpy.
+        split: dtype name and float32 values -> the pair that the kernel multiplies.
+        matmul: float32 matrix product at full precision.
+    """
+
+    xp: Any
+    split: Callable[[str, Array], tuple[Array, Array]]
+    matmul: MatMul
+
+
+NUMPY = Backend(np, split_for, np.matmul)
+
+
+@dataclass(frozen=True)
+class HeadKeys:
+    """The keys of one head, summed up; the first ``num_sentinels`` rows are sentinels.
+
+    Attributes:
+        rows: the summary, [sentinels | blocks | ball].
+        shapes: of the blocks.
+        position: int [sentinels], where the sentinels lie; 0 where there is none.
+        membership: float32 [blocks, sentinels], 1 where the sentinel lies in the block.
+        rest: float32 [blocks], keys of the block that are not sentinels.
+        statistics_block: keys of a block, the last one's padding included.
+    """
 
     rows: KeySummary
-    num_sentinels: int
+    shapes: BlockShapes
+    position: Array
+    membership: Array
+    rest: Array
+    statistics_block: int
+
+    @property
+    def num_sentinels(self) -> int:
+        return int(self.position.shape[0])
 
     @property
     def num_blocks(self) -> int:
         """Rows between the sentinels and the ball."""
-        return int(self.rows.log2_count.shape[0]) - self.num_sentinels - 1
+        return int(self.rest.shape[0])
 
 
-def choose_sentinels(squared_distance: Float32) -> npt.NDArray[np.intp]:
-    """Position of the farthest key in each class of positions modulo 128; no key appears twice.
-
-    With fewer than 128 keys every key is one.
-    """
-    num_keys = squared_distance.shape[0]
-    classes = min(num_keys, NUM_SENTINELS)
-    rounds = -(-num_keys // classes)
-    padded = np.full(rounds * classes, -1.0, np.float32)
-    padded[:num_keys] = squared_distance
-    farthest = np.argmax(padded.reshape(rounds, classes), axis=0)
-    return farthest * classes + np.arange(classes)
-
-
-def key_summary(
-    key: Float32, dtype: str, *, sentinels: bool = True, statistics_block: int = KEYS_PER_BLOCK
-) -> HeadSummary:
-    """Summary of the keys [S_k, D] of one head.
+def choose_sentinels(squared_distance: Array, *, xp: Any) -> tuple[Array, Array]:
+    """The farthest key of each class of positions modulo 128; no key appears twice.
 
     Args:
-        key: float32 values of the keys that every row sees; at least one.
+        squared_distance: float32 [keys], a multiple of 128 of them; negative: no key.
+
+    Returns:
+        position int [128], and whether the class has a key.
+    """
+    classes = squared_distance.reshape(-1, NUM_SENTINELS)
+    rank = xp.argmax(classes, axis=0)
+    position = rank * NUM_SENTINELS + xp.arange(NUM_SENTINELS)
+    present = xp.max(classes, axis=0) >= 0
+    return xp.where(present, position, 0), present
+
+
+def head_keys(
+    key: Array,
+    dtype: str,
+    *,
+    valid: Array | None = None,
+    sentinels: bool = True,
+    statistics_block: int = KEYS_PER_BLOCK,
+    backend: Backend = NUMPY,
+) -> HeadKeys:
+    """Sum up the keys [S_k, D] of one head.
+
+    Args:
+        key: float32 values.
         dtype: the input's dtype, which decides how the kernel multiplies.
+        valid: bool [S_k], keys that some query sees; None: all. What lies at the others may be NaN.
         sentinels: take the farthest keys out one by one.
         statistics_block: keys whose mean is one row of the summary.
     """
+    xp = backend.xp
     num_keys = key.shape[0]
     statistics_block = min(statistics_block, num_keys)
-    starts = np.arange(0, num_keys, statistics_block)
-    count = np.minimum(num_keys - starts, statistics_block)
-    block_of = np.arange(num_keys) // statistics_block
-    block_mean = np.add.reduceat(key, starts, axis=0) / count[:, None].astype(np.float32)
-    difference = key - block_mean[block_of]
-    squared_distance = np.sum(difference * difference, axis=-1)
-    spread_squared = np.maximum.reduceat(squared_distance, starts)
-    chosen = choose_sentinels(squared_distance) if sentinels else np.zeros(0, np.intp)
-    others = squared_distance.copy()
-    others[chosen] = 0.0
-    membership = (block_of[chosen] == np.arange(starts.size)[:, None]).astype(np.float32)
+    blocks = -(-num_keys // statistics_block)
+    padded = -(-blocks * statistics_block // NUM_SENTINELS) * NUM_SENTINELS
+    length = blocks * statistics_block
+    inside = xp.arange(padded) < num_keys
+    if valid is not None:
+        inside = inside & xp.pad(valid, (0, padded - num_keys))
+    key = xp.where(inside[:, None], xp.pad(key, ((0, padded - num_keys), (0, 0))), 0.0)
+
+    def by_block(array: Array) -> Array:
+        return array[:length].reshape(blocks, statistics_block, *array.shape[1:])
+
+    count = xp.sum(by_block(inside).astype(xp.float32), axis=1)
+    mean = xp.sum(by_block(key), axis=1) / xp.maximum(count, 1.0)[:, None]
+    difference = xp.where(by_block(inside)[..., None], by_block(key) - mean[:, None, :], 0.0)
+    squared = _not_a_number_is_far(xp.sum(difference * difference, axis=-1), xp)
+    distance = xp.where(by_block(inside), squared, -1.0).reshape(-1)
+    distance = xp.pad(distance, (0, padded - length), constant_values=-1.0)
+
+    position, present = choose_sentinels(distance, xp=xp)
+    if not sentinels:
+        position, present = position[:0], present[:0]
+    chosen = xp.any(
+        (xp.arange(length)[:, None] == position[None, :]) & present[None, :], axis=1
+    ).reshape(blocks, statistics_block)
+    others = by_block(inside) & ~chosen
+    in_block = position[None, :] // statistics_block == xp.arange(blocks)[:, None]
+    membership = (in_block & present[None, :]).astype(xp.float32)
+    channel_scale = choose_channel_scale(_mean_square(difference[:1], count[:1], xp), xp=xp)
+    scaled = difference / channel_scale
+    scaled_squared = _not_a_number_is_far(xp.sum(scaled * scaled, axis=-1), xp)
+
     rows = summarize_keys(
-        block_mean=block_mean,
-        block_count=count.astype(np.float32),
-        radius_squared=np.maximum.reduceat(others, starts),
-        spread_squared=spread_squared,
-        sentinels=key[chosen],
+        block_mean=mean,
+        block_count=count,
+        radius_squared=xp.max(xp.where(others, squared, 0.0), axis=1),
+        spread_squared=xp.max(xp.where(by_block(inside), squared, 0.0), axis=1),
+        sentinels=xp.where(present[:, None], key[position], 0.0),
         membership=membership,
         keys_per_block=statistics_block,
         kernel=arithmetic_for(dtype),
-        split=lambda values: split_for(dtype, values),
-        matmul=np.matmul,
-        xp=np,
+        split=lambda values: backend.split(dtype, values),
+        matmul=backend.matmul,
+        xp=xp,
     )
-    return HeadSummary(rows, chosen.size)
+    if sentinels:
+        log2_count = xp.concatenate(
+            [xp.where(present, 0.0, EMPTY), rows.log2_count[NUM_SENTINELS:]], axis=0
+        )
+        rows = rows._replace(log2_count=log2_count.astype(xp.float32))
+    first = int(position.shape[0])
+    rest = count - xp.sum(membership, axis=1)
+    shapes = block_shapes(
+        difference_max=xp.max(xp.where(others[..., None], xp.abs(difference), 0.0), axis=1),
+        scaled_squared=xp.max(xp.where(others, scaled_squared, 0.0), axis=1),
+        channel_scale=channel_scale,
+        block_mean=mean,
+        center=(rows.high + rows.low)[first : first + blocks],
+        occupied=rest > 0,
+        xp=xp,
+    )
+    return HeadKeys(rows, shapes, position, membership, rest, statistics_block)
 
 
-def scaled_query(query: Float32, dtype: str, scale: float) -> Float32:
+def _not_a_number_is_far(squared: Array, xp: Any) -> Array:
+    return xp.where(squared >= 0, squared, xp.inf)
+
+
+def _mean_square(difference: Array, count: Array, xp: Any) -> Array:
+    """[D], over the first block of keys: any scale is sound, and this one is known early."""
+    total = xp.sum(difference * difference, axis=(0, 1))
+    return total / xp.maximum(xp.sum(count), 1.0)
+
+
+def scaled_query(query: Array, dtype: str, scale: float, *, backend: Backend = NUMPY) -> Array:
     """q' [S_q, D] as the kernel multiplies it, bits per unit of key: the sum of its two halves."""
-    high, low = split_for(dtype, query * np.float32(query_factor(scale)))
+    high, low = backend.split(dtype, query * np.float32(query_factor(scale)))
     return high + low
 
 
-def bound_rows(
-    query: Float32, summary: HeadSummary, *, dtype: str, scale: float, bounds: str = "auto"
-) -> RowBounds:
-    """Bounds on the log-sum-exp of the rows of one head, each [S_q], bits.
-
-    Args:
-        query: float32 values of the queries [S_q, D].
-        summary: of the keys, with sentinels iff ``bounds`` names them or is "auto".
-        bounds: "auto" or one of ``BOUND_NAMES`` other than "none".
-    """
-    queries = scaled_query(query, dtype, scale)
-    rows = summary.rows
-    result = row_bounds(
-        np.matmul(rows.high + rows.low, queries.T),
-        norm_above(queries, xp=np)[None, :],
-        *(part[:, None] for part in (rows.log2_count, rows.reach_up, rows.reach_down)),
-        num_sentinels=summary.num_sentinels,
-        num_blocks=summary.num_blocks,
-        xp=np,
-        family=bounds.removesuffix("+sentinels"),
-    )
-    return RowBounds(*(part[0] for part in result))
+def key_values(value: Array, *, xp: Any) -> Array:
+    """float32 [S_k]: max|v| over the channels of each key; inf where one is not finite."""
+    largest = xp.max(xp.abs(value), axis=-1)
+    return xp.where(largest <= np.finfo(np.float32).max, largest, xp.inf)

@@ -58,27 +58,46 @@ class Choice(NamedTuple):
 
 
 def limits(
-    value_max: Array, *, num_keys: int, tolerance: float, kernel: KernelArithmetic, xp: Any
+    value_max: Array,
+    *,
+    num_keys: int,
+    tolerance: float,
+    kernel: KernelArithmetic,
+    xp: Any,
+    value_low: Array | None = None,
+    value_ratio: Array | float = 1.0,
 ) -> Limits:
-    """Limits of a head whose largest |v| over the keys that each row sees is ``value_max``.
+    """Limits of rows whose keys have values up to ``value_max`` in size.
 
     V = 0 is treated as V = 1: the output is exactly 0 wherever the row sum is neither 0 nor
-    infinite. A value_max that is NaN, infinite or too small for the tolerance (as subnormal ones
-    are) proves nothing. What is proved is proved of the values as the machine reads them: hardware
-    that reads a subnormal number as 0 sees V = 0 there.
+    infinite. Values that are NaN, infinite or too small for the tolerance (as subnormal ones are)
+    prove nothing. What is proved is proved of the values as the machine reads them: hardware that
+    reads a subnormal number as 0 sees V = 0 there.
+
+    Args:
+        value_max: V_hi, max|v| over every key that is multiplied, hidden ones included.
+        num_keys: keys that are summed, hidden ones included.
+        value_low: V_lo, a lower bound on max|v| over the keys that the row sees; None where every
+            row sees every key: ``value_max``.
+        value_ratio: max|v| over all keys that the row sees, divided by V_lo, where V_lo speaks of
+            some of them only (an additive bias puts the others far below). The error is then
+            relative to V_lo.
     """
     kappa = arithmetic.summation_factor(num_keys)
     above, below = 1.0 + arithmetic.COEFFICIENT_SLACK, 1.0 - arithmetic.COEFFICIENT_SLACK
-    value = xp.where(value_max > 0, value_max, 1.0)
+    low = value_max if value_low is None else value_low
+    value = xp.where(low > 0, low, 1.0)
     smallest = arithmetic.SMALLEST_NORMAL
     floor = kernel.value_flushes * (smallest / xp.maximum(value, smallest))
-    floor = (arithmetic.ARGUMENT_ERROR + floor) * above
+    floor = (arithmetic.ARGUMENT_ERROR * value_ratio + floor) * above
     room = tolerance * below - floor
-    provable = (room > 0) & (value <= 2.0**127) & (value_max >= 0)
+    provable = (room > 0) & (low >= 0) & (value_max >= low) & (value_max <= 2.0**127)
     value = xp.where(provable, value, 1.0)
     room = xp.where(provable, room, tolerance)
-    losses = (kernel.probability_losses + kernel.product_flushes / value) * above
-    upper_room = arithmetic.OVERFLOW_EXPONENT - xp.maximum(0.0, xp.log2(value))
+    ratio = xp.where(provable, value_ratio, 1.0)
+    losses = (kernel.probability_losses * ratio + kernel.product_flushes / value) * above
+    largest = xp.where(provable, value_max, 1.0)
+    upper_room = arithmetic.OVERFLOW_EXPONENT - xp.log2(xp.maximum(1.0, largest))
     upper_room = upper_room - math.log2(kappa) - arithmetic.EVALUATION_SLACK
     lower_room = -arithmetic.SMALLEST_NORMAL_EXPONENT - math.log2(num_keys) + xp.log2(room)
     lower_room = lower_room - xp.log2(kappa * (losses + room)) - arithmetic.EVALUATION_SLACK
@@ -157,7 +176,45 @@ def error_from_row_sum(row_sum: Array, head: Limits, *, xp: Any) -> Array:
     return xp.where(remaining > 0, error, xp.inf)
 
 
+def lowest_row_sum(stabilizer: Array, lower: Array, *, xp: Any) -> Array:
+    """2^(L - m): what the row sum is at least, before anything is flushed."""
+    return xp.exp2(xp.minimum(lower - stabilizer, float(arithmetic.OVERFLOW_EXPONENT)))
+
+
 def error_in_advance(stabilizer: Array, lower: Array, head: Limits, *, xp: Any) -> Array:
-    """The same before the loop: the row sum is at least 2^(L - m)."""
-    exponent = xp.minimum(lower - stabilizer, float(arithmetic.OVERFLOW_EXPONENT))
-    return error_from_row_sum(xp.exp2(exponent), head, xp=xp)
+    """``error_from_row_sum`` before the loop: the row sum is at least 2^(L - m)."""
+    return error_from_row_sum(lowest_row_sum(stabilizer, lower, xp=xp), head, xp=xp)
+
+
+def lse_error_from_row_sum(row_sum: Array, head: Limits, *, xp: Any) -> Array:
+    """Proven |lse - lse_exact| in nats beyond float32 rounding, given the row sum.
+
+    -ln(1 - kappa d) for what is flushed, and half of ``ARGUMENT_ERROR`` for exp2's argument (the
+    other half is the numerator's); inf unless kappa d < 1. Rounding adds what ``lse_rounding``
+    says.
+    """
+    lost = head.flush / xp.where(row_sum > head.flush, row_sum, xp.inf)
+    error = 0.5 * arithmetic.ARGUMENT_ERROR - xp.log1p(-lost)
+    return xp.where(row_sum > head.flush, error * (1.0 + arithmetic.COEFFICIENT_SLACK), xp.inf)
+
+
+def lse_rounding(lse: Array, num_keys: int) -> Array:
+    """Float32 rounding of lse = (m + log2 l) ln 2, nats: what any attention in float32 rounds.
+
+    The sum over the keys, exp2 and log2, and three roundings of numbers of the size of lse and
+    log2 l; |log2 l| stays below 128.
+    """
+    summed = arithmetic.dot_slack(num_keys) + 2.0 * arithmetic.EXP2_ERROR
+    return summed + 4.0 * arithmetic.FLOAT32_ROUNDOFF * (abs(lse) + 256.0)
+
+
+def rounding_error(num_keys: int, kernel: KernelArithmetic) -> float:
+    """E_round / max|v|: what any attention in this precision may round, whatever its stabilizer.
+
+    u_p for the probabilities, 2 e for exp2 in numerator and row sum, 2 gamma for their sums, u_out
+    for the output; each against max|v|, the largest that sum w|v| and |o| can be. Kept apart from
+    the range error E, which it usually exceeds.
+    """
+    terms = kernel.passes * num_keys + 8
+    summed = 2.0 * arithmetic.EXP2_ERROR + 2.0 * arithmetic.dot_slack(terms)
+    return kernel.probability_roundoff + summed + kernel.output_roundoff

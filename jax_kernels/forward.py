@@ -25,7 +25,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from certify import theorem
 from certify.arithmetic import FLOAT32_LARGEST, query_factor
-from certify.bounds import NUM_SENTINELS, root_above, row_bounds
+from certify.bounds import ball_reach, exponents, row_bounds
+from certify.summary import NUM_SENTINELS, root_above
 from jax_kernels.config import LANES, Problem, div, rem, round_up
 from jax_kernels.statistics import (
     LOG2_COUNT,
@@ -211,11 +212,13 @@ class _FixedStabilizer:
             logits = jnp.concatenate([logits[:NUM_SENTINELS], paired], axis=0)
         columns = jnp.transpose(self.column_ref[0, head.index])[:rows]
         bounds = row_bounds(
-            logits,
-            query_norm,
-            columns[:, LOG2_COUNT : LOG2_COUNT + 1],
-            columns[:, REACH_UP : REACH_UP + 1],
-            columns[:, REACH_DOWN : REACH_DOWN + 1],
+            exponents(
+                logits,
+                columns[:, LOG2_COUNT : LOG2_COUNT + 1],
+                ball_reach(columns[:, REACH_UP : REACH_UP + 1], query_norm),
+                ball_reach(columns[:, REACH_DOWN : REACH_DOWN + 1], query_norm),
+            ),
+            jnp.max(logits[:NUM_SENTINELS], axis=0, keepdims=True),
             num_sentinels=NUM_SENTINELS,
             num_blocks=num_block_rows(problem),
             xp=jnp,

@@ -2,7 +2,8 @@
 
 The pass gives, per block of keys, the mean and every key's squared distance to it, and max|v| of
 the head. From each class of positions modulo 128 the farthest key becomes a sentinel; the sentinels
-are fetched, taken out of the block statistics, and ``certify.bounds.summarize_keys`` does the rest.
+are fetched and taken out of the block statistics; ``certify.summary.summarize_keys`` does the
+rest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from certify.arithmetic import FLOAT32_LARGEST
-from certify.bounds import EMPTY, KEYS_PER_BLOCK, NUM_SENTINELS, KeySummary, summarize_keys
+from certify.summary import EMPTY, KEYS_PER_BLOCK, NUM_SENTINELS, KeySummary, summarize_keys
 from jax_kernels.config import Problem, div, rem, round_up
 
 HEADS_PER_GATHER = 512

@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 
 import certify
-from certify import keys, theorem
+from certify import bounds, keys, theorem
 from certify.formats import Float32
+from certify.rows import HeadBounds, Queries
 from tests.certify import emulator, families
 from tests.certify.emulator import ORDERS, Float64, Machine, Result, as_float32
 from tests.certify.families import SCALE, as_dtype, call_arrays
@@ -136,6 +137,18 @@ def kernel_logits(query: Float32, key: Float32, how: str) -> Float64:
     return total.astype(np.float64)
 
 
+def bound_rows(
+    query: Float32, key: Float32, dtype: str, bound: str, *, statistics_block: int
+) -> bounds.RowBounds:
+    """S and L of queries [S_q, D] over keys [S_k, D] by one family."""
+
+    def summarize(sentinels: bool) -> keys.HeadKeys:
+        return keys.head_keys(key, dtype, sentinels=sentinels, statistics_block=statistics_block)
+
+    head = HeadBounds(summarize, None, dtype, key.shape[0])
+    return head.evaluate(Queries(keys.scaled_query(query, dtype, SCALE)), bound)
+
+
 def enclosure(
     family: families.Family,
     rng: np.random.Generator,
@@ -149,10 +162,7 @@ def enclosure(
     with np.errstate(all="ignore"):
         query, key, _ = families.draw(family, rng, 24, keys_, dim)
         query, key = as_dtype(query, dtype).values, as_dtype(key, dtype).values
-        summary = keys.key_summary(
-            key, dtype, sentinels=bound == "auto" or "sentinels" in bound, statistics_block=256
-        )
-        row = keys.bound_rows(query, summary, dtype=dtype, scale=SCALE, bounds=bound)
+        row = bound_rows(query, key, dtype, bound, statistics_block=256)
         scaled = kernel_query(query, dtype)
         sums = [
             emulator.log_sum_exp(kernel_logits(scaled, key, how))

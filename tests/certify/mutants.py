@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from certify import arithmetic, bounds, certificate, keys, theorem
+from certify import arithmetic, bounds, call, keys, theorem
+from certify import rows as row_bounds
+from certify import summary as summary_of
 from tests.certify import measures
 
 
@@ -30,7 +32,7 @@ def choice(fault: str, old: str, new: str, check: str) -> Mutant:
 
 
 def summary(fault: str, old: str, new: str, check: str = "enclosure") -> Mutant:
-    return Mutant(fault, bounds.summarize_keys, old, new, check)
+    return Mutant(fault, summary_of.summarize_keys, old, new, check)
 
 
 def rows(fault: str, old: str, new: str, check: str = "enclosure") -> Mutant:
@@ -38,14 +40,19 @@ def rows(fault: str, old: str, new: str, check: str = "enclosure") -> Mutant:
 
 
 def head(fault: str, old: str, new: str, check: str) -> Mutant:
-    return Mutant(fault, certificate._certify_key_head, old, new, check)
+    return Mutant(fault, call._head_of, old, new, check)
 
 
 MUTANTS = [
     # The theorem's lower side.
     limits("no V term", "kernel.product_flushes / value", "0.0 * value", "loss_is_counted_in_full"),
-    limits("no losses of p", "kernel.probability_losses +", "0.0 +", "loss_is_counted_in_full"),
-    limits("one loss of p", "kernel.probability_losses +", "1.0 +", "loss_is_counted_in_full"),
+    limits("no losses of p", "kernel.probability_losses * ratio", "0.0", "loss_is_counted_in_full"),
+    limits(
+        "one loss of p",
+        "kernel.probability_losses * ratio",
+        "1.0 * ratio",
+        "loss_is_counted_in_full",
+    ),
     limits("no log2 n", "- math.log2(num_keys)", "", "formulas_of_the_design"),
     limits("no log2 of the room", "+ xp.log2(room)", "", "lower_edge"),
     limits(
@@ -54,7 +61,7 @@ MUTANTS = [
     limits("no cut-offs of v and o", "kernel.value_flushes * ", "0.0 * ", "small_values"),
     limits(
         "argument error left out",
-        "arithmetic.ARGUMENT_ERROR + floor",
+        "arithmetic.ARGUMENT_ERROR * value_ratio + floor",
         "floor",
         "formulas_of_the_design",
     ),
@@ -120,12 +127,16 @@ MUTANTS = [
         "lower_edge",
     ),
     # The upper side.
-    limits("V left out above", "- xp.maximum(0.0, xp.log2(value))", "- 0.0 * value", "upper_edge"),
-    limits("small V makes room", "xp.maximum(0.0, xp.log2(value))", "xp.log2(value)", "upper_edge"),
+    limits(
+        "V left out above", "- xp.log2(xp.maximum(1.0, largest))", "- 0.0 * largest", "upper_edge"
+    ),
+    limits(
+        "small V makes room", "xp.log2(xp.maximum(1.0, largest))", "xp.log2(largest)", "upper_edge"
+    ),
     limits(
         "V halves the room",
-        "xp.maximum(0.0, xp.log2(value))",
-        "xp.maximum(0.0, 0.5 * xp.log2(value))",
+        "- xp.log2(xp.maximum(1.0, largest))",
+        "- 0.5 * xp.log2(xp.maximum(1.0, largest))",
         "upper_edge",
     ),
     # The check after the loop.
@@ -178,8 +189,13 @@ MUTANTS = [
         "row_sum_min",
         "not_finite_proves_nothing",
     ),
-    limits("infinite V is provable", "& (value <= 2.0**127)", "", "not_finite_proves_nothing"),
-    limits("NaN V is provable", "& (value_max >= 0)", "", "not_finite_proves_nothing"),
+    limits("infinite V is provable", "& (value_max <= 2.0**127)", "", "not_finite_proves_nothing"),
+    limits(
+        "NaN V is provable",
+        "& (low >= 0) & (value_max >= low) & (value_max <= 2.0**127)",
+        "& ~(low < 0) & ~(value_max < low) & ~(value_max > 2.0**127)",
+        "not_finite_proves_nothing",
+    ),
     limits("V too small is provable", "(room > 0) &", "", "not_finite_proves_nothing"),
     # The choice of the stabilizer.
     choice(
@@ -298,28 +314,34 @@ MUTANTS = [
     summary(
         "empty blocks count", "xp.where(occupied, xp.log2(divisor), EMPTY)", "xp.log2(divisor)"
     ),
-    rows(
+    Mutant(
         "L reaches up",
-        "log2_count - reach_down * query_norm",
-        "log2_count + reach_down * query_norm",
+        bounds.exponents,
+        "log2_count - distance_down",
+        "log2_count + distance_down",
+        "enclosure",
     ),
-    rows(
+    Mutant(
         "S by the mean alone",
-        "log2_count + reach_up * query_norm",
-        "log2_count + reach_down * query_norm",
+        bounds.exponents,
+        "log2_count + distance_up",
+        "log2_count + distance_down",
+        "enclosure",
     ),
     rows(
-        "S and L of the ball swapped", "for side in (above, below))", "for side in (below, above))"
+        "S and L of the ball swapped",
+        "for side in rows)\n    ball",
+        "for side in rows[::-1])\n    ball",
     ),
     rows(
-        "sentinels left out of S",
-        "upper = log_add_exp2(upper, log_sum_exp2(above[..., :first_block, :], xp=xp), xp=xp)",
-        "pass",
+        "sentinels left out of S and L",
+        "log_add_exp2(rest, single, xp=xp)",
+        "rest",
     ),
     rows(
         "S takes the larger count for L",
-        "lower = log_add_exp2(lower, log_sum_exp2(below[",
-        "lower = log_add_exp2(upper, log_sum_exp2(below[",
+        "zip((upper, lower), singles, strict=True)",
+        "zip((upper, upper), singles, strict=True)",
     ),
     rows("no slack above", "upper + arithmetic.EVALUATION_SLACK", "upper", "evaluation_slack"),
     rows("no slack below", "lower - arithmetic.EVALUATION_SLACK", "lower", "evaluation_slack"),
@@ -332,14 +354,14 @@ MUTANTS = [
     ),
     Mutant(
         "underflow of norms ignored",
-        bounds.root_above,
+        summary_of.root_above,
         "+ arithmetic.norm_underflow(length)",
         "",
         "norms_are_upper_bounds",
     ),
     Mutant(
         "rounding of norms ignored",
-        bounds.root_above,
+        summary_of.root_above,
         "1.0 + arithmetic.dot_slack(length + 4)",
         "1.0",
         "norms_are_upper_bounds",
@@ -347,22 +369,22 @@ MUTANTS = [
     Mutant(
         "a sentinel is repeated",
         keys.choose_sentinels,
-        "farthest * classes + np.arange(classes)",
-        "farthest * classes",
+        "rank * NUM_SENTINELS + xp.arange(NUM_SENTINELS)",
+        "rank * NUM_SENTINELS + 0 * xp.arange(NUM_SENTINELS)",
         "enclosure",
     ),
     Mutant(
         "sentinels keep no place in the radius, others do not either",
-        keys.key_summary,
-        "radius_squared=np.maximum.reduceat(others, starts)",
-        "radius_squared=0.0 * np.maximum.reduceat(others, starts)",
+        keys.head_keys,
+        "radius_squared=xp.max(xp.where(others, squared, 0.0), axis=1)",
+        "radius_squared=0.0 * xp.max(squared, axis=1)",
         "enclosure",
     ),
     Mutant(
         "half of the query's norm",
-        keys.bound_rows,
-        "norm_above(queries, xp=np)[None, :]",
-        "norm_above(split_for(dtype, queries)[0], xp=np)[None, :]",
+        row_bounds.HeadBounds._exponents,
+        "norm_above(scaled, xp=xp)[None, :]",
+        "norm_above(self.backend.split(self.dtype, scaled)[0], xp=xp)[None, :]",
         "enclosure",
     ),
     Mutant(
@@ -386,7 +408,10 @@ MUTANTS = [
         "hidden_keys",
     ),
     head(
-        "hidden keys are counted", "num_keys=length", "num_keys=inputs.key.shape[1]", "hidden_keys"
+        "hidden keys are counted",
+        "inputs.dtype, length)",
+        "inputs.dtype, inputs.key.shape[1])",
+        "hidden_keys",
     ),
     head(
         "batch elements pooled",
@@ -406,15 +431,16 @@ MUTANTS = [
         "inputs.value[element, :length, 0]",
         "grouped_heads",
     ),
-    head(
+    Mutant(
         "error reported where nothing is certified",
+        call._certify_head,
         "np.where(choice.certified, choice.stabilizer, np.nan)",
         "choice.stabilizer",
         "blocks_need_every_row",
     ),
     Mutant(
         "one row certifies its block",
-        certificate._Rows.by_block,
+        call._Rows.by_block,
         "np.logical_and.reduceat",
         "np.logical_or.reduceat",
         "blocks_need_every_row",

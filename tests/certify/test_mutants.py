@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from certify import arithmetic, certificate
+from certify import arithmetic, call, rows
 from tests.certify.checks import CHECKS
 from tests.certify.mutants import MUTANTS, Mutant
 
@@ -38,7 +38,7 @@ def install(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the mutant in the place of the function in every module and class that has it."""
     changed = mutated(mutant)
     places: list[Any] = [m for name, m in sys.modules.items() if name.startswith(PACKAGE)]
-    places.append(certificate._Rows)
+    places += [call._Rows, rows.HeadBounds]
     found = 0
     for place in places:
         for name, member in list(vars(place).items()):

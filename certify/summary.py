@@ -1,0 +1,210 @@
+"""A head's keys in a few rows: what bounds on the log-sum-exp of any query are made of.
+
+The summary of one (batch, head) is a short list of rows, each a vector c with a count of keys:
+
+* sentinels: keys taken out one by one; their logits are known up to rounding;
+* blocks: means of runs of the remaining keys, with the radius around each;
+* the ball: mean and radius of all remaining keys together.
+
+Everything is evaluated with the array namespace ``xp`` (numpy or jax.numpy) in float32, with slack
+that always points outward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from certify import arithmetic
+from certify.arithmetic import KernelArithmetic
+
+Array = Any
+Split = Callable[[Array], tuple[Array, Array]]
+MatMul = Callable[[Array, Array], Array]
+
+NUM_SENTINELS = 128
+"""One tile of the matrix unit; one key from each class of positions modulo 128."""
+
+KEYS_PER_BLOCK = 1024
+"""Keys whose mean is one row of the summary."""
+
+EMPTY = -1e30
+"""log2 of the count of an empty row: finite, so that no inf - inf can arise."""
+
+LARGEST_SCALE_EXPONENT = 60
+"""Channel scales are powers of two between 2^-60 and 2^60: they round nothing."""
+
+
+class KeySummary(NamedTuple):
+    """Rows [sentinels | blocks | ball] of each (batch, head); leading dimensions are free.
+
+    Attributes:
+        high, low: [..., rows, head_dim]; the row's vector is high + low (each exact in the kernel's
+            input dtype).
+        log2_count: [..., rows], bits.
+        reach_up, reach_down: [..., rows]; times |q| (bits) they bound how far above and below
+            q . (high + low) + log2_count the row's share of the log-sum-exp may lie.
+    """
+
+    high: Array
+    low: Array
+    log2_count: Array
+    reach_up: Array
+    reach_down: Array
+
+
+def norm_above(vector: Array, *, xp: Any) -> Array:
+    """An upper bound on the Euclidean norm over the last axis, rounding and underflow included."""
+    squares = xp.sum(vector * vector, axis=-1)
+    return root_above(squares, vector.shape[-1], xp=xp)
+
+
+def root_above(squares: Array, length: int, *, xp: Any) -> Array:
+    """An upper bound on a norm, from its square as float32 summed it over ``length`` numbers."""
+    slack = 1.0 + arithmetic.dot_slack(length + 4)
+    return (xp.sqrt(squares) + arithmetic.norm_underflow(length)) * slack
+
+
+def summarize_keys(
+    *,
+    block_mean: Array,
+    block_count: Array,
+    radius_squared: Array,
+    spread_squared: Array,
+    sentinels: Array,
+    membership: Array,
+    keys_per_block: int,
+    kernel: KernelArithmetic,
+    split: Split,
+    matmul: MatMul,
+    xp: Any,
+) -> KeySummary:
+    """Take the sentinels out of the block statistics and bound what is left.
+
+    Args:
+        block_mean: float32 [..., blocks, head_dim], mean of all keys of the block.
+        block_count: float32 [blocks], number of keys of the block.
+        radius_squared: float32 [..., blocks], largest squared distance to ``block_mean`` among the
+            keys that are not sentinels (0 if there are none).
+        spread_squared: the same among all keys of the block.
+        sentinels: float32 [..., sentinels, head_dim], distinct keys.
+        membership: float32 [..., blocks, sentinels], 1 where the sentinel lies in the block.
+        keys_per_block: largest number of keys of a block.
+        split: rounds to the pair (high, low) of the kernel's input dtype.
+        matmul: float32 matrix product at full precision.
+    """
+    head_dim = block_mean.shape[-1]
+    num_sentinels = sentinels.shape[-2]
+
+    def norm(vector: Array) -> Array:
+        return norm_above(vector, xp=xp)
+
+    count = xp.broadcast_to(block_count, radius_squared.shape)
+    rest = count - xp.sum(membership, axis=-1)
+    occupied = rest > 0
+    divisor = xp.maximum(rest, 1.0)
+    total = count[..., None] * block_mean - matmul(membership, sentinels)
+    mean = xp.where(occupied[..., None], total / divisor[..., None], 0.0)
+    high, low = split(mean)
+    center = high + low
+    largest_key = norm(block_mean) + root_above(spread_squared, head_dim, xp=xp)
+    summation = arithmetic.dot_slack(keys_per_block + num_sentinels + 8)
+    mean_error = summation * 2.0 * count * largest_key / divisor + norm(mean - center)
+    radius = root_above(radius_squared, head_dim, xp=xp) + norm(block_mean - center)
+    mean_error = xp.where(occupied, mean_error, 0.0)
+    radius = xp.where(occupied, radius, 0.0)
+
+    everything = xp.maximum(xp.sum(rest, axis=-1, keepdims=True), 1.0)
+    ball_mean = matmul((rest / everything)[..., None, :], center)
+    ball_high, ball_low = split(ball_mean)
+    ball_center = ball_high + ball_low
+    center_norm = norm(center)
+    ball_error = (
+        xp.max(mean_error, axis=-1, keepdims=True)
+        + arithmetic.dot_slack(rest.shape[-1] + 8) * xp.max(center_norm, axis=-1, keepdims=True)
+        + norm(ball_mean - ball_center)
+    )
+    offset = xp.where(occupied, radius + norm(center - ball_center), 0.0)
+    ball_radius = xp.max(offset, axis=-1, keepdims=True)
+
+    unit = arithmetic.dot_slack(kernel.contraction_length(head_dim)) + arithmetic.COEFFICIENT_SLACK
+
+    def rounding(vector_norm: Array, distance: Array) -> Array:
+        return unit * (2.0 * vector_norm + distance)
+
+    sentinel_reach = rounding(norm(sentinels), 0.0)
+    block_slack = rounding(center_norm, radius)
+    ball_slack = rounding(norm(ball_center), ball_radius)
+    log2_rest = xp.where(occupied, xp.log2(divisor), EMPTY)
+    log2_everything = xp.where(xp.sum(rest, axis=-1, keepdims=True) > 0, xp.log2(everything), EMPTY)
+    return KeySummary(
+        high=xp.concatenate([sentinels, high, ball_high], axis=-2),
+        low=xp.concatenate([xp.zeros_like(sentinels), low, ball_low], axis=-2),
+        log2_count=xp.concatenate(
+            [xp.zeros_like(sentinel_reach), log2_rest, log2_everything], axis=-1
+        ),
+        reach_up=xp.concatenate(
+            [sentinel_reach, radius + block_slack, ball_radius + ball_slack], axis=-1
+        ),
+        reach_down=xp.concatenate(
+            [sentinel_reach, mean_error + block_slack, ball_error + ball_slack], axis=-1
+        ),
+    )
+
+
+class BlockShapes(NamedTuple):
+    """How the keys of each block lie about its center, finer than a radius.
+
+    Attributes:
+        channel_scale: [..., head_dim], powers of two.
+        scaled_radius: [..., blocks]; largest |(k - c) / channel_scale|.
+        half_width: [..., blocks, head_dim]; largest |k - c| of each channel.
+    """
+
+    channel_scale: Array
+    scaled_radius: Array
+    half_width: Array
+
+
+def choose_channel_scale(mean_square: Array, *, xp: Any) -> Array:
+    """Powers of two near the square root of each channel's root mean square [..., head_dim].
+
+    Any positive scale is sound: |q . d| <= |q s| |d / s|. For independent channels this one gives
+    the smallest product; a channel without spread gets the smallest scale.
+    """
+    square = xp.maximum(mean_square, arithmetic.SMALLEST_NORMAL)
+    exponent = xp.floor(0.25 * xp.log2(square) + 0.5)
+    limit = float(LARGEST_SCALE_EXPONENT)
+    known = xp.where(exponent == exponent, exponent, 0.0)
+    return xp.exp2(xp.clip(known, -limit, limit))
+
+
+def block_shapes(
+    *,
+    difference_max: Array,
+    scaled_squared: Array,
+    channel_scale: Array,
+    block_mean: Array,
+    center: Array,
+    occupied: Array,
+    xp: Any,
+) -> BlockShapes:
+    """Shapes about ``center`` from what was measured about ``block_mean``.
+
+    Args:
+        difference_max: float32 [..., blocks, head_dim], largest |k - block_mean| per channel among
+            the keys that are not sentinels.
+        scaled_squared: float32 [..., blocks], their largest squared |(k - block_mean) / scale|.
+        center: float32 [..., blocks, head_dim], the summary's block rows.
+        occupied: bool [..., blocks], some key is left.
+    """
+    shift = block_mean - center
+    head_dim = center.shape[-1]
+    scaled = root_above(scaled_squared, head_dim, xp=xp)
+    scaled = scaled + norm_above(shift / channel_scale[..., None, :], xp=xp)
+    half_width = (difference_max + xp.abs(shift)) * (1.0 + arithmetic.COEFFICIENT_SLACK)
+    return BlockShapes(
+        channel_scale=channel_scale,
+        scaled_radius=xp.where(occupied, scaled, 0.0),
+        half_width=xp.where(occupied[..., None], half_width, 0.0),
+    )
