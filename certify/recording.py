@@ -66,7 +66,7 @@ class Recording:
 
     Attributes:
         layers: may read each layer from a file when asked for it.
-        families: names of the recorded families of bounds, "auto" (the best per row) among them.
+        families: names of the recorded families of bounds, first "auto", the best per row.
         tolerance: that the calls were made with.
         not_recorded: calls left out to bound the size.
         created_by: program and version.
@@ -86,9 +86,13 @@ class Recording:
     def __post_init__(self) -> None:
         arithmetic.validate_tolerance(self.tolerance)
         texts = all(isinstance(family, str) for family in self.families)
-        if not texts or "auto" not in self.families or len({*self.families}) < len(self.families):
+        if (
+            not texts
+            or self.families[:1] != ("auto",)
+            or len({*self.families}) < len(self.families)
+        ):
             raise ValueError(
-                f"families: got {self.families!r}; give different names, 'auto' among them."
+                f"families: got {self.families!r}; give different names, 'auto' first."
             )
         if not isinstance(self.not_recorded, int) or self.not_recorded < 0:
             raise ValueError(f"not_recorded: got {self.not_recorded!r}; it must be 0 or more.")
