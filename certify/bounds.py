@@ -15,6 +15,7 @@ jax.numpy) in float32, with slack that points outward. Logits are in bits.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from certify import arithmetic
@@ -204,6 +205,23 @@ def row_bounds(
         lower=lower - arithmetic.EVALUATION_SLACK,
         code=code,
         grid_origin=origin,
+    )
+
+
+def promised_bounds(logit_bound: Array, *, num_keys: int, xp: Any) -> RowBounds:
+    """S and L where every logit of the head lies in [-bound, bound] bits, whatever the inputs.
+
+    Args:
+        logit_bound: bits, rounding of the kernel's logits included; inf or NaN bounds nothing.
+    """
+    count = math.log2(num_keys)
+    slack = arithmetic.EVALUATION_SLACK
+    zero = xp.zeros_like(logit_bound)
+    return RowBounds(
+        upper=logit_bound + (count + slack),
+        lower=(count - slack) - logit_bound,
+        code=zero + code_of("weights"),
+        grid_origin=zero,
     )
 
 

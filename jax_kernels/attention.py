@@ -27,7 +27,7 @@ from jax_kernels.forward import (
     exact_certificate,
 )
 from jax_kernels.masks import Masking
-from jax_kernels.validation import masking_from, validate_call
+from jax_kernels.validation import logit_bound_from, masking_from, validate_call
 
 _INTEGER_FIELDS = ("verdict", "bound_used")
 
@@ -73,7 +73,7 @@ def attention(
     logits_soft_cap: float | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
     path: str = "auto",
-    promise: None = None,
+    promise: Any = None,
     block_sizes: BlockSizes | None = None,
     return_lse: bool = False,
     return_certificate: bool = False,
@@ -100,7 +100,10 @@ def attention(
         path: "auto" as above; "online" for online softmax only; "clis" runs the fixed-stabilizer
             kernel and never recomputes: for measurement only, its result is meaningless where the
             verdict is "recomputed". Masked calls take the exact path whatever this says.
-        promise: certificates from weights; not supported yet.
+        promise: a ``certify.static.StaticCertificate`` (from the weights), or its logit bounds,
+            float32 [H] in bits, inf where nothing is promised. Where it covers every head, nothing
+            is computed from the keys beforehand; max|v|, the check and the recomputation stay, so
+            a wrong promise costs time and never the answer.
         block_sizes: tile of the kernels; None for a rule by shape.
         return_lse: also return the log-sum-exp, float32 [B, H, S_q], nats.
         return_certificate: also return a dict of arrays [B, H, num_q_blocks], see
@@ -114,7 +117,6 @@ def attention(
 
     Raises:
         ValueError: for shapes, dtypes, masks or settings that do not fit, naming the argument.
-        NotImplementedError: for a promise.
     """
     validate_call(
         query,
@@ -124,9 +126,9 @@ def attention(
         scale=scale,
         window=window,
         logits_soft_cap=logits_soft_cap,
-        promise=promise,
         block_sizes=block_sizes,
     )
+    logit_bound = logit_bound_from(promise, query.shape[2])
     masking = masking_from(query, key, segment_ids, key_lengths, attn_mask)
     blocks = block_sizes or choose_block_sizes(query.shape[1], key.shape[1], query.shape[3])
     head_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
@@ -137,7 +139,7 @@ def attention(
         blocks=blocks,
         interpret=interpret,
     )
-    result = _compiled(settings, query, key, value, masking)
+    result = _compiled(settings, query, key, value, masking, logit_bound)
     returned: list[Any] = [result.out]
     if return_lse:
         returned.append(result.lse)
@@ -182,7 +184,6 @@ def attention_backward(
         scale=scale,
         window=window,
         logits_soft_cap=logits_soft_cap,
-        promise=None,
     )
     masking = masking_from(query, key, segment_ids, key_lengths, attn_mask)
     settings = ExactSettings(scale, bool(causal), window, logits_soft_cap)
@@ -209,7 +210,12 @@ def _gradients(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(
-    settings: _Settings, query: jax.Array, key: jax.Array, value: jax.Array, masking: Masking
+    settings: _Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    masking: Masking,
+    logit_bound: jax.Array | None,
 ) -> AttentionResult:
     if 0 in (*query.shape, *key.shape):
         return _nothing_to_see(settings, query, key)
@@ -218,11 +224,13 @@ def _differentiable(
         problem = _problem(settings, query, key, interpret=True)
         return AttentionResult(out, lse, exact_certificate(problem))
     if settings.interpret is not None:
-        return _kernel_attention(settings, query, key, value, interpret=settings.interpret)
+        interpret = settings.interpret
+        return _kernel_attention(settings, query, key, value, logit_bound, interpret=interpret)
     return jax.lax.platform_dependent(
         query,
         key,
         value,
+        logit_bound,
         tpu=functools.partial(_kernel_attention, settings, interpret=False),
         default=functools.partial(_kernel_attention, settings, interpret=True),
     )
@@ -236,22 +244,28 @@ def _nothing_to_see(settings: _Settings, query: jax.Array, key: jax.Array) -> At
 
 
 def _forward(
-    settings: _Settings, query: jax.Array, key: jax.Array, value: jax.Array, masking: Masking
+    settings: _Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    masking: Masking,
+    logit_bound: jax.Array | None,
 ) -> tuple[AttentionResult, tuple[Any, ...]]:
-    result = _differentiable(settings, query, key, value, masking)
-    return result, (query, key, value, masking, result.lse)
+    result = _differentiable(settings, query, key, value, masking, logit_bound)
+    return result, (query, key, value, masking, logit_bound, result.lse)
 
 
 def _backward(
     settings: _Settings, saved: tuple[Any, ...], grads: AttentionResult
-) -> tuple[jax.Array, jax.Array, jax.Array, Masking]:
-    query, key, value, masking, lse = saved
+) -> tuple[jax.Array, jax.Array, jax.Array, Masking, jax.Array | None]:
+    query, key, value, masking, logit_bound, lse = saved
     found = _gradients(query, key, value, masking, settings.exact, lse, grads.out, grads.lse)
     none = jax.tree.map(lambda part: np.zeros(part.shape, jax.dtypes.float0), masking)
     mask = masking.attn_mask
     if found.attn_mask is not None and mask is not None and mask.dtype != jnp.bool_:
         none = none._replace(attn_mask=found.attn_mask.astype(mask.dtype))
-    return found.query, found.key, found.value, none
+    promised = None if logit_bound is None else jnp.zeros_like(logit_bound)
+    return found.query, found.key, found.value, none, promised
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -284,7 +298,13 @@ def _padded_head_dim(head_dim: int, same_heads: bool) -> int:
 
 
 def _kernel_attention(
-    settings: _Settings, query: jax.Array, key: jax.Array, value: jax.Array, *, interpret: bool
+    settings: _Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    logit_bound: jax.Array | None,
+    *,
+    interpret: bool,
 ) -> AttentionResult:
     problem = _problem(settings, query, key, interpret=interpret)
     batch, query_length, heads, head_dim = query.shape
@@ -296,7 +316,7 @@ def _kernel_attention(
         return array.astype(problem.dtype).reshape(batch, array.shape[1], -1)
 
     result: ForwardResult = attention_forward(
-        columns(query), columns(key), columns(value), problem, settings.path
+        columns(query), columns(key), columns(value), problem, settings.path, logit_bound
     )
     out = result.out.reshape(batch, query_length, heads, problem.head_dim)
     out = out[..., :head_dim].astype(query.dtype)

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from certify import theorem
 from certify.arithmetic import FLOAT32_LARGEST, query_factor
-from certify.bounds import ball_reach, exponents, row_bounds
+from certify.bounds import RowBounds, ball_reach, exponents, promised_bounds, row_bounds
 from certify.summary import NUM_SENTINELS, root_above
 from jax_kernels.config import LANES, Problem, div, rem, round_up
 from jax_kernels.statistics import (
@@ -73,6 +73,18 @@ class ForwardResult(NamedTuple):
     out: jax.Array
     lse: jax.Array
     certificate: jax.Array
+
+
+class Promise(NamedTuple):
+    """What stands in for statistics of the keys where a bound is known before the model runs.
+
+    Attributes:
+        logit_bound: float32 [query heads, padded to whole groups], bits.
+        value_max: float32 [groups, heads] over the key heads, max|v|.
+    """
+
+    logit_bound: jax.Array
+    value_max: jax.Array
 
 
 class _Place(NamedTuple):
@@ -172,20 +184,64 @@ class _OnlineStabilizer:
         """Nothing to check: the row maximum was exact."""
 
 
+class _RowBounder(Protocol):
+    """Where S and L of a head's rows come from: [1, block_q] each."""
+
+    def __call__(self, head: _Head, scaled_query: jax.Array) -> RowBounds: ...
+
+
+class _BoundsFromKeys:
+    """S and L from the summary of the keys, before the loop."""
+
+    def __init__(self, problem: Problem, center_ref: Any, column_ref: Any) -> None:
+        self.problem, self.center_ref, self.column_ref = problem, center_ref, column_ref
+
+    def __call__(self, head: _Head, scaled_query: jax.Array) -> RowBounds:
+        problem = self.problem
+        square = row_sums_along_lanes(scaled_query * scaled_query)
+        query_norm = root_above(square, problem.head_dim, xp=jnp)
+        rows = NUM_SENTINELS + num_block_rows(problem) + ROW_TILE
+        logits = head.logits(self.center_ref[0, head.index])
+        if logits.shape[0] > rows:
+            paired = logits[NUM_SENTINELS:rows] + logits[rows:]
+            logits = jnp.concatenate([logits[:NUM_SENTINELS], paired], axis=0)
+        columns = jnp.transpose(self.column_ref[0, head.index])[:rows]
+        return row_bounds(
+            exponents(
+                logits,
+                columns[:, LOG2_COUNT : LOG2_COUNT + 1],
+                ball_reach(columns[:, REACH_UP : REACH_UP + 1], query_norm),
+                ball_reach(columns[:, REACH_DOWN : REACH_DOWN + 1], query_norm),
+            ),
+            jnp.max(logits[:NUM_SENTINELS], axis=0, keepdims=True),
+            num_sentinels=NUM_SENTINELS,
+            num_blocks=num_block_rows(problem),
+            xp=jnp,
+        )
+
+
+class _BoundsFromPromise:
+    """S and L from a bound on every logit of the query head, known before the model runs."""
+
+    def __init__(self, problem: Problem, promise_ref: Any) -> None:
+        self.problem, self.promise_ref = problem, promise_ref
+
+    def __call__(self, head: _Head, scaled_query: jax.Array) -> RowBounds:
+        problem = self.problem
+        query_head = head.place.query_group * problem.heads_per_group + head.index
+        every_row = jnp.zeros((1, problem.blocks.block_q), jnp.float32)
+        bound = every_row + self.promise_ref[query_head]
+        return promised_bounds(bound, num_keys=problem.key_length, xp=jnp)
+
+
 class _FixedStabilizer:
     """A stabilizer per row chosen before the loop from S and L, and checked after it."""
 
     def __init__(
-        self,
-        problem: Problem,
-        limit_ref: Any,
-        center_ref: Any,
-        column_ref: Any,
-        certificate_ref: Any,
+        self, problem: Problem, bounder: _RowBounder, limit_ref: Any, certificate_ref: Any
     ) -> None:
-        self.problem = problem
-        self.limit_ref, self.center_ref, self.column_ref = limit_ref, center_ref, column_ref
-        self.certificate_ref = certificate_ref
+        self.problem, self.bounder = problem, bounder
+        self.limit_ref, self.certificate_ref = limit_ref, certificate_ref
 
     def _limits(self, head: _Head) -> theorem.Limits:
         fields = {
@@ -201,28 +257,8 @@ class _FixedStabilizer:
         return jax.lax.broadcasted_iota(jnp.int32, (1, block_q), 1) < left
 
     def begin(self, head: _Head, scaled_query: jax.Array) -> None:
-        """Certify the block: bounds from the summary, a stabilizer per row, the worst gap."""
-        problem, limits = self.problem, self._limits(head)
-        square = row_sums_along_lanes(scaled_query * scaled_query)
-        query_norm = root_above(square, problem.head_dim, xp=jnp)
-        rows = NUM_SENTINELS + num_block_rows(problem) + ROW_TILE
-        logits = head.logits(self.center_ref[0, head.index])
-        if logits.shape[0] > rows:
-            paired = logits[NUM_SENTINELS:rows] + logits[rows:]
-            logits = jnp.concatenate([logits[:NUM_SENTINELS], paired], axis=0)
-        columns = jnp.transpose(self.column_ref[0, head.index])[:rows]
-        bounds = row_bounds(
-            exponents(
-                logits,
-                columns[:, LOG2_COUNT : LOG2_COUNT + 1],
-                ball_reach(columns[:, REACH_UP : REACH_UP + 1], query_norm),
-                ball_reach(columns[:, REACH_DOWN : REACH_DOWN + 1], query_norm),
-            ),
-            jnp.max(logits[:NUM_SENTINELS], axis=0, keepdims=True),
-            num_sentinels=NUM_SENTINELS,
-            num_blocks=num_block_rows(problem),
-            xp=jnp,
-        )
+        """Certify the block: S and L, a stabilizer per row, the worst gap."""
+        limits, bounds = self._limits(head), self.bounder(head, scaled_query)
         choice = theorem.choose_stabilizer(
             bounds.upper, bounds.lower, bounds.grid_origin, limits, xp=jnp
         )
@@ -424,12 +460,16 @@ def _call(
 
 
 def _fixed_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, statistics: Statistics, problem: Problem
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    knowledge: Statistics | Promise,
+    problem: Problem,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Out, lse [groups, heads, S_q] and certificate rows [groups, num_q_blocks, heads, 128]."""
     heads = problem.heads_per_group
     limits = theorem.limits(
-        statistics.value_max.reshape(-1),
+        knowledge.value_max.reshape(-1),
         num_keys=problem.key_length,
         tolerance=problem.tolerance,
         kernel=problem.kernel,
@@ -446,15 +486,28 @@ def _fixed_attention(
         group = place.batch * problem.query_groups + place.query_group
         return group, place.query_block, 0, 0
 
+    operands: tuple[jax.Array, ...]
+    if isinstance(knowledge, Promise):
+        operands = (knowledge.logit_bound,)
+        operand_specs = [pl.BlockSpec(memory_space=pltpu.SMEM)]
+    else:
+        operands = (knowledge.centers, knowledge.columns)
+        operand_specs = [
+            pl.BlockSpec((1, *operand.shape[1:]), at_statistics) for operand in operands
+        ]
+
     def kernel(order_ref: Any, limit_ref: Any, *refs: Any) -> None:
-        inputs, center_ref, column_ref = refs[:3], refs[3], refs[4]
-        out_ref, lse_ref, certificate_ref, *scratch = refs[5:]
-        stabilizer = _FixedStabilizer(problem, limit_ref, center_ref, column_ref, certificate_ref)
+        inputs, known = refs[:3], refs[3 : 3 + len(operands)]
+        out_ref, lse_ref, certificate_ref, *scratch = refs[3 + len(operands) :]
+        promised = isinstance(knowledge, Promise)
+        bounder: _RowBounder = (_BoundsFromPromise if promised else _BoundsFromKeys)(
+            problem, *known
+        )
+        stabilizer = _FixedStabilizer(problem, bounder, limit_ref, certificate_ref)
         place = _locate(order_ref[pl.program_id(0)], problem)
         _run_block(place, (*inputs, out_ref, lse_ref), tuple(scratch), problem, stabilizer)
 
     specs = _specs(problem)
-    operands = (statistics.centers, statistics.columns)
     groups = problem.batch * problem.query_groups
     certificate_shape = (groups, problem.num_q_blocks, heads, LANES)
     run = _call(
@@ -467,7 +520,7 @@ def _fixed_attention(
             specs.query,
             specs.key,
             specs.key,
-            *(pl.BlockSpec((1, *operand.shape[1:]), at_statistics) for operand in operands),
+            *operand_specs,
         ],
         more_outputs=[
             (
@@ -525,9 +578,18 @@ def _online_attention(
 
 
 def attention_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, problem: Problem, path: str
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    problem: Problem,
+    path: str,
+    logit_bound: jax.Array | None = None,
 ) -> ForwardResult:
-    """Unmasked attention on [B, S, heads * head_dim]; see ``attention.attention``."""
+    """Unmasked attention on [B, S, heads * head_dim]; see ``attention.attention``.
+
+    Args:
+        logit_bound: float32 [query heads], bits; None: from statistics of the keys.
+    """
     single = path == "auto" and problem.num_kv_blocks == 1
     if path == "online" or single:
         every = _every_block(problem)
@@ -536,11 +598,17 @@ def attention_forward(
             query, key, value, value_max, problem, every, problem.num_blocks
         )
         return ForwardResult(out, _per_head(lse, problem), exact_certificate(problem))
-    statistics = key_statistics(key, value, problem)
-    out, lse, rows = _fixed_attention(query, key, value, statistics, problem)
+    knowledge: Statistics | Promise
+    if logit_bound is None:
+        knowledge = key_statistics(key, value, problem)
+    else:
+        added = problem.query_groups * problem.heads_per_group - problem.query_heads
+        padded = jnp.pad(logit_bound.astype(jnp.float32), (0, added))
+        knowledge = Promise(padded, largest_values(value, problem))
+    out, lse, rows = _fixed_attention(query, key, value, knowledge, problem)
     if path == "auto":
         again = functools.partial(
-            _online_attention, query, key, value, statistics.value_max, problem
+            _online_attention, query, key, value, knowledge.value_max, problem
         )
         out, lse = _recompute_failed(again, out, lse, failed_blocks(rows, problem))
     return ForwardResult(out, _per_head(lse, problem), _certificate(rows, problem))

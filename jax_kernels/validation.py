@@ -55,14 +55,12 @@ def validate_call(
     scale: float | None,
     window: Any,
     logits_soft_cap: float | None,
-    promise: object,
     block_sizes: object = None,
 ) -> None:
     """``validate_shapes`` and what only the kernels ask for.
 
     Raises:
         ValueError: for a dtype, head size, path, scale, window or soft cap that is not supported.
-        NotImplementedError: for a promise.
     """
     validate_shapes(query, key, value)
     names = [jnp.dtype(array.dtype).name for array in (query, key, value)]
@@ -93,11 +91,31 @@ def validate_call(
             f"block_sizes: got {block_sizes!r}; give jax_kernels.BlockSizes(block_q, block_kv) "
             "or None."
         )
-    if promise is not None:
-        raise NotImplementedError(
-            "promise: certificates from weights are not supported yet; leave it at None, which "
-            "certifies from the statistics of the keys."
+
+
+def logit_bound_from(promise: Any, query_heads: int) -> jax.Array | None:
+    """The bounds [H] (bits) of a promise, or None where it does not cover every head.
+
+    Args:
+        promise: None, a ``StaticCertificate``, or an array [H]. An array that is traced is taken
+            as it is: a head without a finite bound is then left to the check after the loop.
+
+    Raises:
+        ValueError: where it has another shape or dtype.
+    """
+    if promise is None:
+        return None
+    bound = getattr(promise, "logit_bound", promise)
+    if jnp.shape(bound) != (query_heads,) or not jnp.issubdtype(
+        jnp.result_type(bound), jnp.floating
+    ):
+        raise ValueError(
+            f"promise: got logit bounds of shape {jnp.shape(bound)}; give a StaticCertificate or "
+            f"floats (bits) of shape ({query_heads},), one per query head."
         )
+    if not isinstance(bound, jax.core.Tracer) and not np.all(np.isfinite(np.asarray(bound))):
+        return None
+    return jnp.asarray(bound, jnp.float32)
 
 
 def masking_from(
