@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch  # noqa: F401  (a clear ImportError here rather than inside an attribute access)
 
 if TYPE_CHECKING:
+    from torch_clis.capture import record
     from torch_clis.diffusers import CLiSProcessor
     from torch_clis.functional import attention, scaled_dot_product_attention
+    from torch_clis.recorder import Recorder
 
-__all__ = ["CLiSProcessor", "attention", "scaled_dot_product_attention"]
+__all__ = ["CLiSProcessor", "Recorder", "attention", "record", "scaled_dot_product_attention"]
 
 _HOME = {
     "CLiSProcessor": "torch_clis.diffusers",
+    "Recorder": "torch_clis.recorder",
     "attention": "torch_clis.functional",
+    "record": "torch_clis.capture",
     "scaled_dot_product_attention": "torch_clis.functional",
 }
 _SUBMODULES = ("diffusers", "functional", "lowering", "ops")

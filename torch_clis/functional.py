@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from certify import DEFAULT_TOLERANCE
 from torch_clis.ops import attention_op, unpack_certificate
+from torch_clis.promises import promise_tensor
 from torch_clis.validation import as_float
+
+if TYPE_CHECKING:
+    from certify.static import StaticCertificate
 
 
 def attention(
@@ -23,7 +27,7 @@ def attention(
     key_lengths: torch.Tensor | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
     path: str = "auto",
-    promise: Any = None,
+    promise: StaticCertificate | torch.Tensor | None = None,
     return_lse: bool = False,
     return_certificate: bool = False,
 ) -> Any:
@@ -47,7 +51,11 @@ def attention(
             ``certify.arithmetic.smallest_tolerance()`` and below 1.
         path: ``"auto"`` certifies before the loop, else verifies after it, else recomputes;
             ``"online"`` is online softmax; ``"clis"`` never recomputes and is for measurement only.
-        promise: not supported yet.
+        promise: a ``certify.static.StaticCertificate`` of the layer, or float32 ``[H]``: a bound in
+            bits on the absolute logits of each head, for every input (inf: none). The call then
+            needs no statistics of K. max|v|, the check after the loop and recomputation stay, so a
+            wrong promise costs time and never the answer. Plain CPU tensors and masked calls are
+            exact and need none.
         return_lse: also return the log-sum-exp, float32 ``[B, H, S_q]``, natural log (nats). It
             carries no gradient.
         return_certificate: also return a dict of tensors ``[B, H, num_q_blocks]`` on the same
@@ -63,13 +71,9 @@ def attention(
     Raises:
         ValueError: a wrong rank, shape, head_dim, dtype, device, scale, tolerance or path; fewer
             key heads without ``enable_gqa``.
-        NotImplementedError: a promise, a mask that needs a gradient, a device without a kernel.
+        TypeError: a promise that is neither.
+        NotImplementedError: a mask that needs a gradient, a device without a kernel.
     """
-    if promise is not None:
-        raise NotImplementedError(
-            f"promise: got {type(promise).__name__}; promises from weights are not supported yet. "
-            "Leave it None: every call is certified from its own inputs."
-        )
     if not enable_gqa and query.dim() == key.dim() == 4 and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"key: got {key.shape[2]} heads beside {query.shape[2]} of the query; pass "
@@ -78,7 +82,16 @@ def attention(
     scale = None if scale is None else as_float("scale", scale)
     tolerance = as_float("tolerance", tolerance)  # the op takes no numpy scalars
     out, lse, packed = attention_op(
-        query, key, value, attn_mask, key_lengths, scale, is_causal, tolerance, path
+        query,
+        key,
+        value,
+        attn_mask,
+        key_lengths,
+        scale,
+        is_causal,
+        tolerance,
+        path,
+        promise_tensor(promise, query),
     )
     results = [out]
     if return_lse:

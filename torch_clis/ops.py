@@ -14,7 +14,7 @@ from certify import VERDICTS
 from torch_clis import lowering
 from torch_clis.cpu import Visibility, attention_backward_cpu, attention_cpu
 from torch_clis.programs import attention_backward_program, attention_program
-from torch_clis.validation import validate_attention
+from torch_clis.validation import validate_attention, validate_promise
 
 CERTIFICATE_FIELDS = jax_kernels.CERTIFICATE_FIELDS
 """Names along the certificate's last dimension."""
@@ -31,6 +31,7 @@ def attention_op(
     causal: bool,
     tolerance: float,
     path: str,
+    promise: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Softmax attention with its certificate.
 
@@ -44,6 +45,8 @@ def attention_op(
         causal: query i sees keys up to ``i + S_k - S_q`` (bottom-right).
         tolerance: proven ``|o - o_exact| / max|v|`` beyond what online softmax rounds.
         path: ``"auto"``, ``"online"``, or ``"clis"`` (for measurement only).
+        promise: float32 ``[H]``, a bound in bits on every head's logits, from its weights; inf
+            promises nothing. It spares statistics of K; plain CPU tensors need none.
 
     Returns:
         out ``[B, S_q, H, D]`` in the dtype of ``query``; lse float32 ``[B, H, S_q]``, natural log,
@@ -56,8 +59,9 @@ def attention_op(
         ValueError, NotImplementedError: see `torch_clis.validation.validate_attention`.
     """
     validate_attention(query, key, value, attn_mask, key_lengths, scale, tolerance, path)
+    validate_promise(promise, query)
     visibility = Visibility(_four_dimensional(attn_mask), key_lengths, causal)
-    out, lse = attention_cpu(query, key, value, visibility, _scale(scale, query))
+    out, lse = attention_cpu(query, key, value, visibility, scale_or_default(scale, query))
     return out, lse, _exact_certificate(query, key)
 
 
@@ -72,8 +76,10 @@ def _attention_fake(
     causal: bool,
     tolerance: float,
     path: str,
+    promise: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     validate_attention(query, key, value, attn_mask, key_lengths, scale, tolerance, path)
+    validate_promise(promise, query)
     batch, num_queries, heads, _ = query.shape
     blocks = _num_query_blocks(query, key)
     return (
@@ -94,15 +100,19 @@ def _attention_xla(
     causal: bool,
     tolerance: float,
     path: str,
+    promise: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     validate_attention(query, key, value, attn_mask, key_lengths, scale, tolerance, path)
+    validate_promise(promise, query)
+    promised = [] if promise is None else [promise]
     out, lse, certificate = lowering.call(
         attention_program,
-        [query, key, value, *_mask_tensors(key, attn_mask, key_lengths)],
+        [query, key, value, *mask_tensors(key, attn_mask, key_lengths), *promised],
         name="xla::clis_attention",
         has_mask=attn_mask is not None,
         has_key_lengths=key_lengths is not None,
-        scale=_scale(scale, query),
+        has_promise=promise is not None,
+        scale=scale_or_default(scale, query),
         causal=causal,
         tolerance=tolerance,
         path=path,
@@ -125,7 +135,7 @@ def attention_backward_op(
     """Gradients of query, key and value, in their shapes and dtypes."""
     visibility = Visibility(_four_dimensional(attn_mask), key_lengths, causal)
     return attention_backward_cpu(
-        query, key, value, lse, grad_out, visibility, _scale(scale, query)
+        query, key, value, lse, grad_out, visibility, scale_or_default(scale, query)
     )
 
 
@@ -162,18 +172,18 @@ def _attention_backward_xla(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_query, grad_key, grad_value = lowering.call(
         attention_backward_program,
-        [query, key, value, lse, grad_out, *_mask_tensors(key, attn_mask, key_lengths)],
+        [query, key, value, lse, grad_out, *mask_tensors(key, attn_mask, key_lengths)],
         name="xla::clis_attention_backward",
         has_mask=attn_mask is not None,
         has_key_lengths=key_lengths is not None,
-        scale=_scale(scale, query),
+        scale=scale_or_default(scale, query),
         causal=causal,
     )
     return grad_query, grad_key, grad_value
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, attn_mask, key_lengths, scale, causal, _, _ = inputs
+    query, key, value, attn_mask, key_lengths, scale, causal, *_ = inputs
     if ctx.needs_input_grad[3]:
         raise NotImplementedError(
             "attn_mask: requires a gradient, which attention does not compute. Pass "
@@ -190,13 +200,14 @@ def _backward(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     grads = torch.ops.clis.attention_backward(
         query, key, value, lse, grad_out, attn_mask, key_lengths, ctx.scale, ctx.causal
     )
-    return (*grads, None, None, None, None, None, None)
+    return (*grads, *[None] * 7)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _scale(scale: float | None, query: torch.Tensor) -> float:
+def scale_or_default(scale: float | None, query: torch.Tensor) -> float:
+    """The factor of the logits."""
     return float(query.shape[-1]) ** -0.5 if scale is None else scale
 
 
@@ -204,9 +215,10 @@ def _four_dimensional(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
-def _mask_tensors(
+def mask_tensors(
     key: torch.Tensor, attn_mask: torch.Tensor | None, key_lengths: torch.Tensor | None
 ) -> list[torch.Tensor]:
+    """The masks that are given, as a program takes them: 4-D mask, int32 lengths."""
     if key_lengths is not None:  # clamped first: an int64 length can wrap around
         key_lengths = key_lengths.clamp(0, key.shape[1]).to(torch.int32)
     return [part for part in (_four_dimensional(attn_mask), key_lengths) if part is not None]

@@ -18,6 +18,7 @@ def attention_program(
     *arrays: Any,
     has_mask: bool,
     has_key_lengths: bool,
+    has_promise: bool,
     scale: float,
     causal: bool,
     tolerance: float,
@@ -48,6 +49,7 @@ def attention_program(
         causal=causal,
         tolerance=tolerance,
         path=path,
+        promise=optional[-1] if has_promise else None,
         return_lse=True,
         return_certificate=True,
         interpret=platform != "tpu",
@@ -56,6 +58,34 @@ def attention_program(
     packed = jnp.stack(fields, axis=-1)
     exact = certificate["verdict"][..., None] == VERDICTS.index("exact")
     return out, lse, jnp.where(exact & jnp.isnan(packed), 0.0, packed)
+
+
+def record_bounds_program(
+    *arrays: Any,
+    has_lse: bool,
+    has_mask: bool,
+    has_key_lengths: bool,
+    scale: float,
+    causal: bool,
+    tolerance: float,
+    block_q: int,
+    platform: str,
+) -> tuple[Any]:
+    """The result of ``jax_kernels.record_bounds``, float32 [B, H, num_q_blocks, fields]."""
+    del platform  # one definition for both
+    query, key, value, *optional = arrays
+    record = jax_kernels.record_bounds(
+        query,
+        key,
+        value,
+        lse=optional.pop(0) if has_lse else None,
+        **_masks(optional, has_mask, has_key_lengths),
+        scale=scale,
+        causal=causal,
+        tolerance=tolerance,
+        block_q=block_q,
+    )
+    return (record,)
 
 
 def attention_backward_program(

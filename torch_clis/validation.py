@@ -40,6 +40,23 @@ def validate_attention(
     validate_path(path)
 
 
+def validate_promise(promise: torch.Tensor | None, query: torch.Tensor) -> None:
+    """Check a promise beside a query ``[B, S_q, H, D]``; what it holds stays on the device.
+
+    Raises:
+        ValueError: a wrong dtype, shape or device.
+    """
+    if promise is None:
+        return
+    heads = query.shape[2]
+    if promise.dtype != torch.float32 or tuple(promise.shape) != (heads,):
+        raise ValueError(
+            f"promise: got {promise.dtype} of shape {_shape(promise)}; give float32 of shape "
+            f"[{heads}], a bound in bits on the logits of each head of the query (inf: none)."
+        )
+    _validate_same_device("promise", promise, query)
+
+
 def validate_path(path: str) -> str:
     """Check the name of a path.
 

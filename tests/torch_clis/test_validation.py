@@ -107,7 +107,22 @@ ATTENTION: dict[str, Case] = {
     "scale-huge": ({"scale": 2.4e38}, ValueError, r"scale: got 2.4e\+38.*log2\(e\)"),
     "scale-text": ({"scale": "auto"}, ValueError, r"scale: got 'auto'; give a number"),
     "path": ({"path": "fast"}, ValueError, r"path: got 'fast'; give one of auto, clis, online"),
-    "promise": ({"promise": object()}, NotImplementedError, r"promise: got object.*Leave it None"),
+    "promise": ({"promise": object()}, TypeError, r"promise: got object.*StaticCertificate"),
+    "promise-heads": (
+        {"promise": _tensor(3)},
+        ValueError,
+        r"promise: got torch.float32 of shape \[3\]; give float32 of shape \[4\]",
+    ),
+    "promise-dtype": (
+        {"promise": _tensor(4, dtype=torch.float16)},
+        ValueError,
+        r"promise: got torch.float16 of shape \[4\]; give float32",
+    ),
+    "promise-device": (
+        {"promise": _tensor(4, device="meta")},
+        ValueError,
+        r"promise: got device meta.*promise.to\(query.device\)",
+    ),
 }
 
 SDPA: dict[str, Case] = {

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 
 from certify import BOUND_NAMES, VERDICTS
 from tests.torch_clis.helpers import on_host
-from torch_clis import CLiSProcessor
+from torch_clis import CLiSProcessor, Recorder
 
 IMAGE_TOKENS = 20
 VARIANTS = {
@@ -161,7 +161,8 @@ def test_unknown_attention_module_is_named() -> None:
     [
         ({"tolerance": 0.0}, ValueError, r"tolerance: got 0.0"),
         ({"path": "best"}, ValueError, r"path: got 'best'"),
-        ({"record": "q.safetensors"}, NotImplementedError, r"record: got 'q.safetensors'"),
+        ({"record": "no/such/directory/q.safetensors"}, ValueError, r"path: no/such.*lies in none"),
+        ({"record": Recorder(tolerance=2.0**-9)}, ValueError, r"record: its tolerance.*tolerance="),
     ],
 )
 def test_settings_are_validated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from certify import DEFAULT_TOLERANCE
 from certify.arithmetic import validate_tolerance
 from torch_clis.diffusers.totals import AttentionSummary, RunningTotals
 from torch_clis.ops import attention_op
+from torch_clis.recorder import Recorder
 from torch_clis.validation import validate_path
 
 
@@ -26,7 +28,8 @@ class CLiSProcessor:
 
     Projections, norms and rotary embedding are the attention module's own. The totals stay on the
     device of the call; nothing is moved to the host before `summary` or `totals` asks, and the
-    graph of every step is the same. A copy or a pickle of a processor starts with empty totals.
+    graph of every step is the same. A copy or a pickle of a processor starts with empty totals and
+    does not record.
 
     Supported attention modules: diffusers' ``WanAttention`` (self- and cross-attention, fused
     projections, image keys).
@@ -34,23 +37,23 @@ class CLiSProcessor:
     Args:
         tolerance: proven ``|o - o_exact| / max|v|`` beyond what online softmax rounds.
         path: ``"auto"``, ``"online"``, or ``"clis"`` (for measurement only).
-        record: not supported yet.
+        record: collect what lies behind every verdict, for ``certify audit`` and ``certify
+            report``: the file that `save_recording` writes, or a `torch_clis.Recorder`, which can
+            keep tensors too. Costs the bounds of every family once more per call.
 
     Raises:
-        ValueError: tolerance or path out of range.
-        NotImplementedError: ``record`` given.
+        ValueError: tolerance, path or record out of range.
     """
 
     def __init__(
-        self, tolerance: float = DEFAULT_TOLERANCE, path: str = "auto", record: Any = None
+        self,
+        tolerance: float = DEFAULT_TOLERANCE,
+        path: str = "auto",
+        record: str | Path | Recorder | None = None,
     ) -> None:
-        if record is not None:
-            raise NotImplementedError(
-                f"record: got {record!r}; recording query and key statistics is not supported "
-                "yet. Leave it None."
-            )
         self.tolerance = validate_tolerance(tolerance)
         self.path = validate_path(path)
+        self.recorder = None if record is None else _recorder(record, self.tolerance)
         self._totals = RunningTotals()
 
     def __call__(
@@ -93,10 +96,15 @@ class CLiSProcessor:
         attn_mask: torch.Tensor | None = None,
         part: str = "",
     ) -> torch.Tensor:
-        out, _, certificate = attention_op(
+        out, lse, certificate = attention_op(
             query, key, value, attn_mask, None, None, False, self.tolerance, self.path
         )
         self._totals.add(attn, part, certificate.detach())
+        if self.recorder is not None:
+            name = self._totals.name_of(attn) + part
+            self.recorder.add(
+                name, query, key, value, lse=lse, certificate=certificate, attn_mask=attn_mask
+            )
         return out
 
     def name_layers(self, transformer: torch.nn.Module, prefix: str = "") -> None:
@@ -111,6 +119,8 @@ class CLiSProcessor:
         named = 0
         for name, module in transformer.named_modules():
             if getattr(module, "processor", None) is self:
+                if self.recorder is not None:
+                    self.recorder.rename(self._totals.name_of(module), prefix + name)
                 self._totals.set_name(module, prefix + name)
                 named += 1
         if not named:
@@ -133,12 +143,40 @@ class CLiSProcessor:
         """
         return [row.to_dict() for row in self._totals.to_host()]
 
+    def save_recording(self, path: str | Path | None = None) -> Path:
+        """Write what was recorded so far, and return the file. Moves it to the host.
+
+        Args:
+            path: None: the file given as ``record``.
+
+        Raises:
+            ValueError: where nothing is or was recorded, or the file cannot be written.
+        """
+        if self.recorder is None:
+            raise ValueError(
+                "record: this processor does not record. Make it with CLiSProcessor(record=FILE)."
+            )
+        return self.recorder.save(path)
+
     def reset(self) -> None:
-        """Forget the totals; names stay."""
+        """Forget the totals and what was recorded; names stay."""
         self._totals.reset()
+        if self.recorder is not None:
+            self.recorder.reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CLiSProcessor, (self.tolerance, self.path)
+
+
+def _recorder(record: str | Path | Recorder, tolerance: float) -> Recorder:
+    if not isinstance(record, Recorder):
+        return Recorder(record, tolerance=tolerance)
+    if record.tolerance != tolerance:
+        raise ValueError(
+            f"record: its tolerance is {record.tolerance} and the processor's {tolerance}; make "
+            f"it with Recorder(..., tolerance={tolerance})."
+        )
+    return record
 
 
 def _binding_for(attn: torch.nn.Module) -> Callable[..., torch.Tensor]:

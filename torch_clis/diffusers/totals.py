@@ -15,6 +15,7 @@ from rich.table import Table
 
 from certify import BOUND_NAMES, VERDICTS
 from certify.report import verdict_table
+from torch_clis.host import on_host
 from torch_clis.ops import CERTIFICATE_FIELDS
 
 _COUNTS = len(VERDICTS) + len(BOUND_NAMES)
@@ -112,6 +113,10 @@ class RunningTotals:
         """Name a layer."""
         self._layer(module).name = name
 
+    def name_of(self, module: torch.nn.Module) -> str:
+        """The name of a layer: its own, or a number in the order of first calls."""
+        return self._layer(module).name
+
     def reset(self) -> None:
         """Forget the numbers, keep the names."""
         for layer in self._layers:
@@ -125,7 +130,7 @@ class RunningTotals:
             for (part, _), state in layer.states.items()
         ]
         merged: dict[str, torch.Tensor] = {}
-        for (name, _), state in zip(places, _on_host([s for _, s in places]), strict=True):
+        for (name, _), state in zip(places, on_host([s for _, s in places]), strict=True):
             merged[name] = _merged(merged[name], state) if name in merged else state
         for name, state in merged.items():
             for head, values in enumerate(state.tolist()):
@@ -178,15 +183,6 @@ def _counts(codes: torch.Tensor, number: int) -> torch.Tensor:
 def _largest_finite(values: torch.Tensor) -> torch.Tensor:
     """``[B, H, num_q_blocks]`` -> ``[H, 1]``."""
     return torch.where(values.isfinite(), values, _NOTHING).amax(dim=(0, 2))[:, None]
-
-
-def _on_host(states: list[torch.Tensor]) -> list[torch.Tensor]:
-    if any(state.device.type == "xla" for state in states):
-        import torch_xla
-
-        # One transfer, and at most one small program if some state is still pending.
-        torch_xla._XLAC._xla_sync_multi([s for s in states if s.device.type == "xla"], [])
-    return [state.cpu() for state in states]
 
 
 def _head_totals(layer: str, head: int, values: list[float]) -> HeadTotals:
