@@ -146,6 +146,8 @@ def choose_stabilizer(
     """
     certified = upper - lower <= head.budget
     middle = 0.5 * ((upper - head.upper_room) + (lower + head.lower_room))
+    # Only its fraction counts; a far origin would round its distance to whole grid steps.
+    grid_origin = grid_origin - xp.floor(grid_origin)
     nearest = grid_origin + xp.floor(middle - grid_origin + 0.5)
     top = lower + head.lower_room - arithmetic.VERIFY_MARGIN
     highest = grid_origin + xp.floor(top - grid_origin)
