@@ -1,0 +1,1 @@
+"""The sub-commands of ``certify``, one module each."""
