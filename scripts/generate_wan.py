@@ -71,15 +71,19 @@ def generate_with_progress(root: Path, request: Request) -> Result:
     return result
 
 
-def record(request: Request, result: Result, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The JSON beside the video."""
-    settings = {
+def settings_of(request: Request) -> dict[str, Any]:
+    """JSON-able."""
+    return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in asdict(request).items()
     }
+
+
+def run_details(request: Request, result: Result, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON beside the video."""
     compiled = sum(step.compile_seconds for step in result.steps)
     return {
-        "settings": settings,
+        "settings": settings_of(request),
         "versions": {"python": sys.version.split()[0], **runtime.versions()},
         "device": os.environ["PJRT_DEVICE"],
         "seconds": {**result.seconds, "compile_within_denoise": compiled},
@@ -90,7 +94,7 @@ def record(request: Request, result: Result, rows: list[dict[str, Any]]) -> dict
 
 
 def write_outputs(request: Request, result: Result, rows: list[dict[str, Any]]) -> None:
-    content = record(request, result, rows)
+    content = run_details(request, result, rows)
     title = (
         f"{request.prompt}   {request.width}x{request.height}, {request.steps} steps, "
         f"seed {request.seed}, {request.attention}, {request.dtype}"
@@ -102,7 +106,10 @@ def write_outputs(request: Request, result: Result, rows: list[dict[str, Any]]) 
             request.contact_sheet,
             lambda path: outputs.write_contact_sheet(path, frames, fps, title),
         )
-        staging.write(request.record, lambda path: outputs.write_json(path, content))
+        staging.write(request.run_details, lambda path: outputs.write_json(path, content))
+        if request.record is not None:
+            recorder, about_run = result.processor.recorder, settings_of(request)
+            staging.write(request.record, lambda path: recorder.save(path, **about_run))
         if request.latents is not None:
             staging.write(request.latents, lambda path: outputs.write_latents(path, result.latents))
         if request.report is not None:
@@ -152,6 +159,13 @@ def main(
         ),
     ] = Request.attention,
     report: Annotated[Path | None, typer.Option(help="HTML report of the certificates.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Recording (.safetensors) for certify audit, report and explain."),
+    ] = None,
+    keep_tensors: Annotated[
+        int, typer.Option(help="Heads per layer whose Q and K the recording keeps a sample of.")
+    ] = Request.keep_tensors,
     latents: Annotated[
         Path | None, typer.Option(help="Final latents, float32, as .safetensors.")
     ] = None,
@@ -182,6 +196,8 @@ def main(
         dtype=dtype,
         attention=attention,
         report=report,
+        record=record,
+        keep_tensors=keep_tensors,
         latents=latents,
         compile_cache=compile_cache,
     )

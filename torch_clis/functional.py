@@ -52,10 +52,11 @@ def attention(
         path: ``"auto"`` certifies before the loop, else verifies after it, else recomputes;
             ``"online"`` is online softmax; ``"clis"`` never recomputes and is for measurement only.
         promise: a ``certify.static.StaticCertificate`` of the layer, or float32 ``[H]``: a bound in
-            bits on the absolute logits of each head, for every input (inf: none). The call then
-            needs no statistics of K. max|v|, the check after the loop and recomputation stay, so a
-            wrong promise costs time and never the answer. Plain CPU tensors and masked calls are
-            exact and need none.
+            bits on the absolute logits of each head, for every input (inf: none). Where a
+            certificate covers every head, and whatever a tensor says, no statistics of K are
+            computed. max|v|, the check after the loop and recomputation stay, so a wrong promise
+            costs time and never the answer. Plain CPU tensors and masked calls are exact and need
+            none.
         return_lse: also return the log-sum-exp, float32 ``[B, H, S_q]``, natural log (nats). It
             carries no gradient.
         return_certificate: also return a dict of tensors ``[B, H, num_q_blocks]`` on the same

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from certify.static import StaticCertificate
 from torch_clis.validation import validate_promise
-
-if TYPE_CHECKING:
-    from certify.static import StaticCertificate
 
 CACHED_PROMISES = 1024
 """Promises held on devices: more than any model has layers; each is a few hundred bytes."""
@@ -23,24 +20,25 @@ def promise_tensor(
     """The bound in bits on each head's logits beside a query ``[B, S_q, H, D]``.
 
     A certificate is sent to the device at its first use and found there afterwards; sending does
-    not wait for the device.
+    not wait for the device. One that leaves out a head promises nothing: K's statistics, which say
+    more than the check after the loop alone, are needed then.
 
     Raises:
         TypeError: for neither a certificate nor a tensor.
         ValueError: a wrong number of heads, dtype or device.
     """
-    if promise is None:
-        return None
-    if not isinstance(promise, torch.Tensor):
-        bound = getattr(promise, "logit_bound", None)
-        if bound is None:
-            raise TypeError(
-                f"promise: got {type(promise).__name__}; give a certify.static.StaticCertificate "
-                "of the layer, a float32 tensor [H] of bounds in bits, or None."
-            )
-        promise = _on_device(np.ascontiguousarray(bound, np.float32).tobytes(), str(query.device))
-    validate_promise(promise, query)
-    return promise
+    if promise is None or isinstance(promise, torch.Tensor):
+        validate_promise(promise, query)
+        return promise
+    if not isinstance(promise, StaticCertificate):
+        raise TypeError(
+            f"promise: got {type(promise).__name__}; give a certify.static.StaticCertificate of "
+            "the layer, a float32 tensor [H] of bounds in bits, or None."
+        )
+    bound = promise.logit_bound
+    tensor = _on_device(bound.astype(np.float32).tobytes(), str(query.device))
+    validate_promise(tensor, query)
+    return tensor if np.isfinite(bound).all() else None
 
 
 @lru_cache(maxsize=CACHED_PROMISES)

@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 
-from wan_video.request import CERTIFIED_ATTENTIONS
+from wan_video.request import CERTIFIED_ATTENTIONS, Request
 
 
-def install(attention: str, experts: dict[str, Any]) -> Any | None:
+def install(request: Request, experts: dict[str, Any]) -> Any | None:
     """Set one CLiSProcessor on all experts and return it; None for native attention.
 
     Layers of the second expert carry its name.
     """
-    if attention not in CERTIFIED_ATTENTIONS:
+    if request.attention not in CERTIFIED_ATTENTIONS:
         return None
-    from torch_clis import CLiSProcessor
+    from torch_clis import CLiSProcessor, Recorder
 
-    processor = CLiSProcessor(path="auto" if attention == "clis" else "online")
+    processor = CLiSProcessor(
+        path="auto" if request.attention == "clis" else "online",
+        record=None if request.record is None else Recorder(keep_tensors=request.keep_tensors),
+    )
     for name, transformer in experts.items():
         transformer.set_attn_processor(processor)
         processor.name_layers(transformer, prefix="" if name == "transformer" else f"{name}.")

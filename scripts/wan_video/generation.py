@@ -62,11 +62,16 @@ def generate(
     begin = time.perf_counter()
     vae = pipeline.vae
     experts = move_experts(pipeline)
-    processor = attention.install(request.attention, experts)
+    processor = attention.install(request, experts)
     seconds["move_to_device"] = time.perf_counter() - begin
 
+    def after_step(index: int, step: Step) -> None:
+        if processor is not None and processor.recorder is not None:
+            processor.recorder.flush()  # the device holds one step's recording, not all
+        on_step(index, step)
+
     begin = time.perf_counter()
-    latents, steps = denoise(pipeline, request, prompt_embeds, negative_embeds, on_step)
+    latents, steps = denoise(pipeline, request, prompt_embeds, negative_embeds, after_step)
     seconds["denoise"] = time.perf_counter() - begin
 
     begin = time.perf_counter()

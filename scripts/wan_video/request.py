@@ -43,6 +43,8 @@ class Request:
     dtype: str = "bfloat16"
     attention: str = "clis"
     report: Path | None = None
+    record: Path | None = None
+    keep_tensors: int = 0
     latents: Path | None = None
     compile_cache: Path | None = None
 
@@ -57,14 +59,14 @@ class Request:
         return self.output.with_suffix(".png")
 
     @property
-    def record(self) -> Path:
+    def run_details(self) -> Path:
         return self.output.with_suffix(".json")
 
     @property
     def targets(self) -> tuple[Path, ...]:
         """Every file that the run writes."""
-        optional = (self.report, self.latents)
-        named = (self.output, self.contact_sheet, self.record)
+        optional = (self.report, self.record, self.latents)
+        named = (self.output, self.contact_sheet, self.run_details)
         return named + tuple(path for path in optional if path is not None)
 
     @property
@@ -83,11 +85,12 @@ class Request:
                 f"--attention native-bfloat16 has no meaning with --dtype {self.dtype}; use "
                 "--attention native or --dtype bfloat16"
             )
-        if self.report is not None and self.attention not in CERTIFIED_ATTENTIONS:
-            raise UserError(
-                f"--report needs certificates and --attention {self.attention} has none; "
-                "use --attention clis or leave --report out"
-            )
+        for name in ("report", "record"):
+            if getattr(self, name) is not None and self.attention not in CERTIFIED_ATTENTIONS:
+                raise UserError(
+                    f"--{name} needs certificates and --attention {self.attention} has none; "
+                    f"use --attention clis or leave --{name} out"
+                )
 
     def _check_numbers(self) -> None:
         for name in ("height", "width"):
@@ -101,6 +104,10 @@ class Request:
         for name in ("steps", "fps"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} is {getattr(self, name)}; give 1 or more")
+        if self.keep_tensors < 0:
+            raise UserError(f"--keep-tensors is {self.keep_tensors}; give 0 or more")
+        if self.keep_tensors and self.record is None:
+            raise UserError("--keep-tensors keeps them in a recording; give --record FILE as well")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed is {self.seed}; give 0 to 2**63 - 1")
         if not 0.0 <= self.guidance_scale < float("inf"):
@@ -109,7 +116,12 @@ class Request:
             raise UserError("--prompt is empty; describe the video")
 
     def _check_outputs(self) -> None:
-        suffixes = {"output": ".mp4", "report": ".html", "latents": ".safetensors"}
+        suffixes = {
+            "output": ".mp4",
+            "report": ".html",
+            "record": ".safetensors",
+            "latents": ".safetensors",
+        }
         for name, suffix in suffixes.items():
             path: Path | None = getattr(self, name)
             if path is not None and path.suffix != suffix:
