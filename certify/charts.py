@@ -16,6 +16,9 @@ LARGEST_SHOWN = 250.0
 TICKS = 20
 """Most labels along an axis."""
 
+FEW_POINTS = 200
+"""Up to so many places are drawn as points."""
+
 GREY, INK, BUDGET_COLOUR, BAR_COLOUR = "#d5dadf", "#3b444d", "#b4531f", "#2a7f7a"
 
 
@@ -39,7 +42,7 @@ def heat_map(
     from matplotlib.colors import Normalize
 
     lines, cells = margin.shape
-    size = (min(13.0, 3.8 + 0.26 * cells), min(14.0, 1.6 + 0.24 * lines))
+    size = (min(13.0, 3.8 + 0.26 * cells), min(14.0, max(2.4, 1.6 + 0.24 * lines)))
     figure, axes = _axes(*size)
     axes.set_facecolor(GREY)
     mesh = axes.pcolormesh(
@@ -151,24 +154,22 @@ def proved_beside_measured(result: AuditResult) -> Any:
     low, high = PLANE_RANGE
     edges = np.arange(low, high + BITS_PER_BIN, BITS_PER_BIN)
     figure, axes = _axes(7.0, 5.0)
-    counts = np.where(plane > 0, plane, np.nan).T
-    largest = max(float(np.max(plane)), 2.0)
-    mesh = axes.pcolormesh(
-        edges, edges, counts, cmap="viridis_r", norm=LogNorm(1, largest), rasterized=True
-    )
+    occupied = np.argwhere(plane)
+    if len(occupied) <= FEW_POINTS:
+        centres = low + (occupied + 0.5) * BITS_PER_BIN
+        axes.scatter(*centres.T, s=26, color=BAR_COLOUR, label="query blocks", zorder=3)
+    else:
+        counts = np.where(plane > 0, plane, np.nan).T
+        mesh = axes.pcolormesh(edges, edges, counts, cmap="viridis_r", norm=LogNorm())
+        mesh.set_rasterized(True)
+        bar = figure.colorbar(mesh, ax=axes, pad=0.02)
+        bar.set_label("query blocks", color=INK)
+        bar.outline.set_visible(False)
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.plot([0, high], [0, high / 2], "--", color=BUDGET_COLOUR, linewidth=1.3)
-    axes.annotate(
-        "the proof's promise",
-        (0.75 * high, 0.375 * high),
-        xytext=(0, -12),
-        textcoords="offset points",
-        color=BUDGET_COLOUR,
-        fontsize=9,
-        ha="center",
-        va="top",
-    )
+    promise = "what the proof promises"
+    axes.plot([0, high], [0, high / 2], "--", color=BUDGET_COLOUR, linewidth=1.3, label=promise)
+    axes.legend(loc="upper left", frameon=False, fontsize=9, labelcolor=INK)
     axes.set_xlim(_limits(plane.sum(axis=1), edges))
     axes.set_ylim(_limits(plane.sum(axis=0), edges))
     axes.set_xlabel("proved margin: budget - gap, bits", color=INK)
@@ -176,9 +177,6 @@ def proved_beside_measured(result: AuditResult) -> Any:
     axes.tick_params(colors=INK, labelsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    bar = figure.colorbar(mesh, ax=axes, pad=0.02)
-    bar.set_label("query blocks", color=INK)
-    bar.outline.set_visible(False)
     return figure
 
 

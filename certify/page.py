@@ -41,7 +41,8 @@ th, td { padding: .28rem .9rem .28rem 0; border-bottom: 1px solid var(--line); t
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 td.words { min-width: 20rem; }
-td.name { overflow-wrap: anywhere; }
+td.name { overflow-wrap: break-word; max-width: 24rem; }
+td.words, td.name { hyphens: none; }
 figure { margin: .6rem 0 0; overflow-x: auto; }
 figure img { max-width: 100%; height: auto; }
 figure.wide img { min-width: 34rem; }

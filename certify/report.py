@@ -43,12 +43,11 @@ def verdict_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """
     body = lines(rows, condense=len(rows) > ROWS_SHOWN_SINGLY)
     overall = figures(Totals.of_rows(rows))
-    # The last column is the bound. Where all lines say the same, one caption says it for all.
-    same_bound = len({line[-1] for line in body} - {MISSING}) <= 1
-    shown = len(COLUMNS) - 1 if same_bound else len(COLUMNS)
+    # Names of bounds are long: one caption says them for all.
+    shown = len(COLUMNS) - 1
     table = Table(
         title="Attention verdicts by layer and head (margins in bits)",
-        caption=f"bound used: {overall[-1]}" if same_bound else None,
+        caption=None if overall[-1] == MISSING else _plain(f"bound used: {overall[-1]}"),
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         show_footer=len(rows) > 1,

@@ -50,7 +50,7 @@ class Totals:
 
     def shares(self) -> list[str]:
         """Percentages per verdict. 100% and 0% are only said where they are exact."""
-        return [_percent(count, self.blocks) for count in self.counts]
+        return [percent(count, self.blocks) for count in self.counts]
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Totals:
@@ -89,7 +89,8 @@ def _number(value: Any) -> float | None:
     return None if value is None or math.isnan(value) else float(value)
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
+    """100% and 0% are only said where they are exact."""
     if not whole:
         return MISSING
     percent = 100.0 * part / whole
