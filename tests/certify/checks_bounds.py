@@ -61,7 +61,13 @@ def check_rounding_slack() -> None:
     """Identical large keys, S = L but for slack: the kernel's rounding must fit between."""
     rng = np.random.default_rng(19)
     for bits in (3e3, 3e4, 3e5):
-        for num_keys, bound in ((200, "ball"), (200, "blocks"), (3, "ball+sentinels")):
+        for num_keys, bound in (
+            (200, "ball"),
+            (200, "blocks"),
+            (200, "box"),
+            (200, "scaled"),
+            (3, "ball+sentinels"),
+        ):
             for dtype in ("float32", "bfloat16"):
                 for family in (families.identical(bits), families.constant(bits)):
                     above, below = enclosure(
@@ -83,7 +89,7 @@ def check_moved_center() -> None:
     query[:, 0] = 1000.0
     summary = keys.head_keys(key, "float32", statistics_block=512)
     assert np.array_equal(summary.rows.high[:128], key[:128]), "the sentinels are others"
-    for bound in ("ball+sentinels", "blocks+sentinels"):
+    for bound in ("ball+sentinels", "blocks+sentinels", "box+sentinels", "scaled+sentinels"):
         row = bound_rows(query, key, "float32", bound, statistics_block=512)
         exact = emulator.log_sum_exp(kernel_logits(kernel_query(query, "float32"), key, "exact"))
         assert np.all(row.upper >= exact), f"S is too low by {np.max(exact - row.upper)}: {bound}"

@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 
 from certify import arithmetic, call, rows
+from tests.certify import mutants
 from tests.certify.checks import CHECKS
-from tests.certify.mutants import MUTANTS, Mutant
+from tests.certify.mutants import Mutant
+from tests.certify.mutants_masks import MASK_MUTANTS
+
+MUTANTS = mutants.MUTANTS + MASK_MUTANTS
 
 PACKAGE = ("certify", "tests.certify.checks", "tests.certify.measures")
 
