@@ -37,8 +37,9 @@ class Scores:
 class Problem(Protocol):
     """What is searched: genes drawn at random, and their score."""
 
-    rows_each: int
-    """Evaluations that one candidate costs."""
+    @property
+    def rows_each(self) -> int:
+        """Evaluations that one candidate costs."""
 
     def draw(self, rng: np.random.Generator, size: int) -> Float64:
         """Random genes [size, genes]."""
@@ -66,7 +67,7 @@ def climb(
     rng: np.random.Generator,
     *,
     allowed: float,
-    population: int = 64,
+    population: int = 16,
     random_share: float = RANDOM_SHARE,
     progress: Callable[[int], None] | None = None,
 ) -> Climb:

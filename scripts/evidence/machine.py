@@ -170,9 +170,7 @@ def log_sum_exp(logits: Array) -> Float64:
     return largest + np.log2(np.sum(np.exp2(logits.astype(np.float64) - largest), axis=0))
 
 
-def errors(
-    outcome: Outcome, logits: Array, value: Array, unit: Array | None = None
-) -> Float64:
+def errors(outcome: Outcome, logits: Array, value: Array, unit: Array | None = None) -> Float64:
     """|o - o_exact| of each row, the worst channel, in units of ``unit`` or of max|v|: [R].
 
     inf where the output is NaN.
