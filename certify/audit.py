@@ -62,6 +62,7 @@ class LayerAudit:
         budgets: int64 [NUM_BINS].
         plane: int64 [PLANE_BINS, PLANE_BINS], proved margin by measured margin.
         overclaimed: blocks whose run claimed what their numbers do not prove.
+        refuted: blocks whose row sums lie where their bounds do not let them lie.
         kept: the rows that were kept, bounded again.
     """
 
@@ -80,6 +81,7 @@ class LayerAudit:
     budgets: Counts
     plane: Counts
     overclaimed: int
+    refuted: int
     kept: tuple[KeptCheck, ...]
 
 
@@ -126,6 +128,11 @@ class AuditResult:
                 lines.append(
                     f"{layer.name}: the run claims a proof of {layer.overclaimed} query blocks "
                     "that their recorded numbers do not give"
+                )
+            if layer.refuted:
+                lines.append(
+                    f"{layer.name}: the row sums of {layer.refuted} query blocks lie outside of "
+                    "what their bounds promise"
                 )
             contradictions = int(layer.reasons[:, CONTRADICTION].sum())
             if contradictions:
@@ -246,6 +253,7 @@ def _audit_layer(
         budgets=_histogram(judged.limits.budget, there),
         plane=_plane(judged, there),
         overclaimed=int(np.sum(judged.overclaimed)),
+        refuted=int(np.sum(judged.refuted & there)),
         kept=tuple(check_kept(layer, recording.fields)),
     )
 

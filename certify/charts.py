@@ -102,8 +102,8 @@ def gap_histograms(result: AuditResult) -> Any:
     """Distribution of the blocks' gaps, a panel per family, with the budget beside it."""
     from matplotlib.figure import Figure
 
-    gaps = sum(layer.gaps for layer in result.layers)
-    budgets = sum(layer.budgets for layer in result.layers)
+    gaps = np.sum([layer.gaps for layer in result.layers], axis=0)
+    budgets = np.sum([layer.budgets for layer in result.layers], axis=0)
     shown = [i for i in range(len(result.families)) if gaps[i, :-1].any() or i == 0]
     figure = Figure(figsize=(9.5, 0.8 + 0.85 * len(shown)), layout="constrained")
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
@@ -150,7 +150,7 @@ def proved_beside_measured(result: AuditResult) -> Any:
     """How many blocks have which proved margin and which measured margin."""
     from matplotlib.colors import LogNorm
 
-    plane = sum(layer.plane for layer in result.layers)
+    plane = np.sum([layer.plane for layer in result.layers], axis=0)
     low, high = PLANE_RANGE
     edges = np.arange(low, high + BITS_PER_BIN, BITS_PER_BIN)
     figure, axes = _axes(7.0, 5.0)

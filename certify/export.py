@@ -6,9 +6,12 @@ import csv
 import io
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from certify.audit import BITS_PER_BIN, AuditResult, LayerAudit
+import numpy as np
+
+from certify.audit import BITS_PER_BIN, NUM_BINS, AuditResult, Counts, LayerAudit
 from certify.facts import BlockFacts
 from certify.judgement import REASONS
 from certify.theorem import VERDICTS
@@ -91,18 +94,19 @@ def to_json(result: AuditResult, about: dict[str, Any]) -> str:
         "gap_histogram": {
             "bits_per_bin": BITS_PER_BIN,
             "gaps": {
-                family: sum(layer.gaps[index] for layer in result.layers).tolist()
+                family: _sum([layer.gaps[index] for layer in result.layers])
                 for index, family in enumerate(result.families)
-            }
-            if result.layers
-            else {},
-            "budgets": sum(layer.budgets for layer in result.layers).tolist()
-            if result.layers
-            else [],
+            },
+            "budgets": _sum([layer.budgets for layer in result.layers]),
         },
         "settings": dict(result.settings),
     }
     return json.dumps(_without_infinities(document), indent=1, allow_nan=False) + "\n"
+
+
+def _sum(histograms: Sequence[Counts]) -> list[int]:
+    counts: list[int] = np.sum([np.zeros(NUM_BINS, np.int64), *histograms], axis=0).tolist()
+    return counts
 
 
 def _steps(layer: LayerAudit) -> dict[str, Any]:

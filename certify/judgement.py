@@ -68,6 +68,7 @@ class Judged(NamedTuple):
         measured: how far the row sums lay inside the edges of the check, at the run's tolerance.
         error: proven |o - o_exact| / max|v| beyond rounding; inf where nothing is proved.
         overclaimed: bool, the run claimed what its recorded numbers do not prove.
+        refuted: bool, the row sums lie where the bounds do not let them lie.
     """
 
     verdict: npt.NDArray[np.int8]
@@ -84,6 +85,7 @@ class Judged(NamedTuple):
     measured: Float32
     error: Float32
     overclaimed: npt.NDArray[np.bool_]
+    refuted: npt.NDArray[np.bool_]
 
 
 def lanes_of(layer: LayerPasses, fields: Sequence[str]) -> dict[str, Float32]:
@@ -166,7 +168,8 @@ def _judge(
         arithmetic.OVERFLOW_EXPONENT - np.log2(high),
     )
     error = _error(verdict, choice.stabilizer, lower, low, head, tolerance, recorded_tolerance)
-    uniform = lanes["value_low"] == lanes["value_high"]
+    # Elsewhere the limits of a row can be wider than those of its block.
+    comparable = (lanes["value_low"] == lanes["value_high"]) & (tolerance == recorded_tolerance)
     fails = ~passes & ~theorem.row_sum_passes(low * np.float32(1.0 + AGREEMENT), run_limits)
     overclaimed = (as_run == CERTIFIED) & ~proved & ~(gap <= head.budget + AGREEMENT)
     overclaimed = overclaimed | ((as_run == VERIFIED) & ~proved & fails)
@@ -184,8 +187,17 @@ def _judge(
         row_sum_max=high,
         measured=np.where(np.isnan(low), np.nan, measured).astype(np.float32),
         error=np.where(sees_nothing, 0.0, error).astype(np.float32),
-        overclaimed=overclaimed & uniform & (tolerance == recorded_tolerance),
+        overclaimed=overclaimed & comparable,
+        refuted=_refuted(verdict, as_run, margin, measured) & comparable & ~promised,
     )
+
+
+def _refuted(
+    verdict: npt.NDArray[np.int8], as_run: Float32, margin: Float32, measured: Float32
+) -> npt.NDArray[np.bool_]:
+    """Certified rows have the middle of their interval, half of the margin from either edge."""
+    from_middle = (verdict == CERTIFIED) & ((as_run == CERTIFIED) | ~(as_run <= RECOMPUTED))
+    return from_middle & (measured < 0.5 * margin - AGREEMENT)
 
 
 def limits_of(

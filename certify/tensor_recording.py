@@ -69,7 +69,7 @@ def record_tensors(
     query, key, value = (tensors[part] for part in ("query", "key", "value"))
     _check_head_dim(key, value)
     masks: dict[str, Any] = {"causal": options.causal, "logits_soft_cap": options.soft_cap}
-    unset = {"key_lengths": None, "segment_ids": None, "window": None, "attn_mask": None}
+    unset: dict[str, Any] = dict.fromkeys(("key_lengths", "segment_ids", "window", "attn_mask"))
     inputs = read_inputs(query, key, value, scale=options.scale, **masks, **unset)
     report = _Stages(progress, 2 if options.row_sums else 1)
     lse = exact_log_sum_exp(inputs, report.stage()) if options.row_sums else None

@@ -86,7 +86,9 @@ def audit(
         int, typer.Option(min=0, help="Query rows of each head that --save-recording keeps.")
     ] = 0,
 ) -> None:
-    """Evaluate theorem and verdicts again, from recorded numbers or from query, key and value.
+    """Evaluate every verdict again.
+
+    From the numbers of a recording, for any tolerance, or from query, key and value.
 
     Exit code 1 where a required share is not met or the recording contradicts itself, 2 where the
     file or an option is wrong.

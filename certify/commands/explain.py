@@ -62,7 +62,10 @@ def explain(
     soft_cap: SoftCapOption = None,
     row_sums: RowSumsOption = True,
 ) -> None:
-    """Walk through one head's numbers: budget, bounds, stabilizer, verdict, what is missing."""
+    """Walk through one head's numbers.
+
+    Budget, bounds, stabilizer, verdict, what was measured and what is missing for a certificate.
+    """
     console = Console()
     with failing_in_one_line():
         options = CallOptions(

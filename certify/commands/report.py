@@ -55,7 +55,11 @@ def report(
     soft_cap: SoftCapOption = None,
     row_sums: RowSumsOption = True,
 ) -> None:
-    """Write one self-contained page: verdicts and why, margins by layer, head and step, bounds."""
+    """Write one page to look at.
+
+    Verdicts and why, margins by layer, head and step, bounds, proved beside measured; it loads
+    nothing from elsewhere.
+    """
     console = Console()
     with failing_in_one_line():
         refuse_directories({"--output": output, "--json": json_file, "--csv": csv_file})
