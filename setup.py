@@ -42,6 +42,7 @@ DEV = [
     "pytest>=8.2",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.5",
+    "python-flint>=0.7",
     "ruff>=0.12",
 ]
 
@@ -79,7 +80,10 @@ setup(
         "plots": PLOTS,
         "dev": DEV,
     },
-    entry_points={"console_scripts": ["certify = certify.cli:main"]},
+    entry_points={
+        "console_scripts": ["certify = certify.cli:main"],
+        "certify.commands": ["record = torch_clis.record_command:record"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -23,7 +23,7 @@ ALLOWED = {
     "jax_kernels": {"numpy", "jax", "jaxlib", "certify"},
     "torch_clis": {
         *("numpy", "torch", "torch_xla", "jax", "jaxlib", "diffusers", "transformers"),
-        *("rich", "safetensors", "certify", "jax_kernels"),
+        *("rich", "safetensors", "typer", "certify", "jax_kernels"),
     },
 }
 # Modules that may be imported only inside a function of the module that binds to them.

@@ -104,6 +104,11 @@ class Recorder:
         self._warned: set[str] = set()
 
     @property
+    def passes_recorded(self) -> int:
+        """Attention calls recorded."""
+        return sum(len(layer.calls) for layer in list(self._layers.values()))
+
+    @property
     def passes_not_recorded(self) -> int:
         """Attention calls seen and left out."""
         return self._not_recorded
