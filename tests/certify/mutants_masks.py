@@ -74,7 +74,7 @@ MASK_MUTANTS = [
         rows.HeadBounds._own_key,
         "xp.where(live, logit - arithmetic.EVALUATION_SLACK, EMPTY)",
         "logit",
-        "masked_enclosure",
+        "own_key",
     ),
     Mutant(
         "no own key",

@@ -399,18 +399,15 @@ def _inputs_with(**changes: Any) -> dict[str, Any]:
         ({"segment_ids": jnp.zeros((1, 3), jnp.int32)}, "segment_ids: got int32"),
         ({"window": -1}, "window: got"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap: got"),
+        ({"promise": object()}, "promise: got"),
+        ({"promise": np.zeros(7, np.float32)}, "promise: got logit bounds of shape"),
+        ({"promise": np.zeros(4, np.int32)}, "promise: got"),
     ],
 )
 def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None:
     """Catches: bad input that is accepted, or an error from deep inside."""
     with pytest.raises(ValueError, match=message):
         attention(**_inputs_with(**changes))
-
-
-def test_promises_are_refused_by_name() -> None:
-    """Catches: a promise that is silently ignored."""
-    with pytest.raises(NotImplementedError, match="promise"):
-        attention(**_inputs_with(promise=object()))
 
 
 @pytest.mark.parametrize("sizes", [(100, 128), (128, 0), (128, -128), (1.5, 128)])
