@@ -32,14 +32,25 @@ EXP2_ERROR = 2.0**-21
 """Relative error of the machine's exp2 and log2 (eight units in the last place), an assumption. It
 is part of the rounding error, not of the range error."""
 
+CHUNK_KEYS = 512
+"""Keys of one matrix product in the kernels, at most; the products are added up in float32."""
+
+SMALLEST_CHUNK_KEYS = 128
+"""Keys of one matrix product, at least, the last one aside."""
+
+MATMUL_PASSES = 6
+"""bfloat16 passes of a float32 matrix product at full precision, each with a product per channel:
+what the bounds are evaluated with on a device."""
+
 ARGUMENT_ROUNDINGS = 3
 """Roundings of exp2's argument: 1 for ``exp2(logit - stabilizer)``, 3 where a compiler lowers exp2
-to ``exp(ln2 * x)``. The larger count holds for both and costs a tenth of a bit at the default
-tolerance."""
+to ``exp(ln2 * x)`` and that to ``exp2(log2e * (ln2 * x))``. The larger count holds for both and
+costs a tenth of a bit at the default tolerance."""
 
 ARGUMENT_ERROR = 2.0 * ARGUMENT_ROUNDINGS * math.log(2.0) * 2.0**-18
-"""Relative error of numerator and row sum together from rounding exp2's argument, whose magnitude
-stays below 128 for every probability that is not flushed (half a unit in the last place: 2^-18)."""
+"""Nats by which exp2's argument can be off, whose magnitude stays below 128 bits for every
+probability that is not flushed: half a unit in the last place is 2^-18 bits, and two of them for
+every rounding also pay for the constants ln2 and log2e and for a product rounded in nats."""
 
 GRID_MARGIN = 0.25
 """Bits by which each end of the interval of safe stabilizers is drawn in, so that the check of the
@@ -102,6 +113,14 @@ class KernelArithmetic:
     def contraction_length(self, head_dim: int) -> int:
         """Number of products summed into one logit."""
         return self.contraction_factor * head_dim
+
+    def summation_length(self, num_keys: int) -> int:
+        """Terms of a sum over the keys, of which a product takes part in ``passes``, any order."""
+        return num_keys + (self.passes - 1) * CHUNK_KEYS
+
+    def summation_depth(self, num_keys: int) -> int:
+        """Additions that a term goes through at most, as the kernels add: by chunks of keys."""
+        return self.passes * CHUNK_KEYS + num_keys // SMALLEST_CHUNK_KEYS + 16
 
     def loss_factor(self, value_max: float) -> float:
         """Error per flushed unit of probability, relative to ``value_max`` = max|v|."""

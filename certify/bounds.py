@@ -106,7 +106,7 @@ def box_reach(half_width: Array, query: Array, *, matmul: Any, xp: Any) -> Array
     Args:
         half_width: [..., rows, head_dim]; query: [..., queries, head_dim].
     """
-    slack = 1.0 + arithmetic.dot_slack(query.shape[-1] + 4)
+    slack = 1.0 + arithmetic.dot_slack(arithmetic.MATMUL_PASSES * (query.shape[-1] + 4))
     flushed = query.shape[-1] * arithmetic.SMALLEST_NORMAL
     return matmul(half_width, xp.swapaxes(xp.abs(query), -1, -2)) * slack + flushed
 

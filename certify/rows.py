@@ -174,9 +174,11 @@ class HeadBounds:
         return xp.where(live, logit - arithmetic.EVALUATION_SLACK, EMPTY)
 
     def _by_cap(self, queries: Queries) -> RowBounds:
-        """Logits lie in [-cap, cap], whatever the inputs."""
+        """Logits lie in [-cap, cap], whatever the inputs; as long as no product q.k overflows."""
         assert self.soft_cap is not None
-        xp = self.backend.xp
+        xp, rows = self.backend.xp, self.summarize(False).rows
+        largest_key = norm_above(rows.high[-1] + rows.low[-1], xp=xp) + rows.reach_up[-1]
+        finite = norm_above(queries.scaled, xp=xp) * largest_key <= 2.0**127
         zero = xp.zeros_like(queries.scaled[:, 0])
         most = zero + math.log2(self.num_keys)
         least = most
@@ -184,6 +186,7 @@ class HeadBounds:
             seen = seen_by(queries.rows, self.summarize(False), xp=xp)
             most, least = seen.log2_upper[-1], seen.log2_lower[-1]
         reach = self.soft_cap * (1.0 + arithmetic.TANH_ERROR) + arithmetic.EVALUATION_SLACK
+        reach = xp.where(finite, reach, xp.inf)
         return RowBounds(most + reach, least - reach, zero + code_of("soft cap"), zero)
 
 

@@ -119,9 +119,10 @@ def summarize_keys(
     ball_high, ball_low = split(ball_mean)
     ball_center = ball_high + ball_low
     center_norm = norm(center)
+    weighing = arithmetic.dot_slack(arithmetic.MATMUL_PASSES * (rest.shape[-1] + 8))
     ball_error = (
         xp.max(mean_error, axis=-1, keepdims=True)
-        + arithmetic.dot_slack(rest.shape[-1] + 8) * xp.max(center_norm, axis=-1, keepdims=True)
+        + weighing * xp.max(center_norm, axis=-1, keepdims=True)
         + norm(ball_mean - ball_center)
     )
     offset = xp.where(occupied, radius + norm(center - ball_center), 0.0)

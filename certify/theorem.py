@@ -83,7 +83,7 @@ def limits(
             some of them only (an additive bias puts the others far below). The error is then
             relative to V_lo.
     """
-    kappa = arithmetic.summation_factor(num_keys)
+    kappa = arithmetic.summation_factor(kernel.summation_length(num_keys))
     above, below = 1.0 + arithmetic.COEFFICIENT_SLACK, 1.0 - arithmetic.COEFFICIENT_SLACK
     low = value_max if value_low is None else value_low
     value = xp.where(low > 0, low, 1.0)
@@ -102,7 +102,7 @@ def limits(
     lower_room = -arithmetic.SMALLEST_NORMAL_EXPONENT - math.log2(num_keys) + xp.log2(room)
     lower_room = lower_room - xp.log2(kappa * (losses + room)) - arithmetic.EVALUATION_SLACK
     interval = 2 * arithmetic.GRID_MARGIN + arithmetic.GRID_SPACING
-    flush = flush_scale(num_keys)
+    flush = flush_scale(num_keys, kernel)
     # Four times the slack of ``error_from_row_sum``: its rounded E then stays within the tolerance.
     row_sum_min = flush * (losses + room) / room * (1.0 + 4.0 * arithmetic.COEFFICIENT_SLACK)
     return Limits(
@@ -116,20 +116,24 @@ def limits(
     )
 
 
-def flush_scale(num_keys: int) -> float:
+def flush_scale(num_keys: int, kernel: KernelArithmetic) -> float:
     """kappa * n * 2^-126: what ``num_keys`` flushes can take from a row sum."""
-    return arithmetic.summation_factor(num_keys) * num_keys * arithmetic.SMALLEST_NORMAL
+    kappa = arithmetic.summation_factor(kernel.summation_length(num_keys))
+    return kappa * num_keys * arithmetic.SMALLEST_NORMAL
 
 
 def online_shift(value_max: Array, *, num_keys: int, xp: Any) -> Array:
-    """Bits that online softmax adds to the row maximum, so that no numerator overflows.
+    """Bits that online softmax adds to the row maximum, so that no numerator leaves the range.
 
-    n keys of weight at most 1 sum to n V; the shift is whole, 0 wherever n V stays in range (so
-    that small values keep all their room below) and at most ceil(log2 n).
+    n keys of weight at most 1 sum to n V; the shift is whole, 0 wherever V >= 1 and n V stays in
+    range, and at most ceil(log2 n). Below V = 1 it is log2 V, as far as n weights of 2^-shift
+    stay in range: products of small values are then not flushed before their probabilities are.
     """
     most = float(math.ceil(math.log2(num_keys)))
-    excess = most + xp.log2(xp.maximum(value_max, arithmetic.SMALLEST_NORMAL))
-    shift = xp.minimum(xp.maximum(xp.ceil(excess - arithmetic.OVERFLOW_EXPONENT), 0.0), most)
+    log2_value = xp.log2(xp.maximum(value_max, arithmetic.SMALLEST_NORMAL))
+    least = xp.clip(xp.ceil(log2_value), most - arithmetic.OVERFLOW_EXPONENT, 0.0)
+    excess = xp.ceil(most + log2_value - arithmetic.OVERFLOW_EXPONENT)
+    shift = xp.minimum(xp.maximum(excess, least), most)
     return xp.where(value_max <= arithmetic.FLOAT32_LARGEST, shift, most)
 
 
@@ -191,12 +195,11 @@ def error_in_advance(stabilizer: Array, lower: Array, head: Limits, *, xp: Any) 
 def lse_error_from_row_sum(row_sum: Array, head: Limits, *, xp: Any) -> Array:
     """Proven |lse - lse_exact| in nats beyond float32 rounding, given the row sum.
 
-    -ln(1 - kappa d) for what is flushed, and half of ``ARGUMENT_ERROR`` for exp2's argument (the
-    other half is the numerator's); inf unless kappa d < 1. Rounding adds what ``lse_rounding``
-    says.
+    -ln(1 - kappa d) for what is flushed, and ``ARGUMENT_ERROR`` for exp2's argument; inf unless
+    kappa d < 1. Rounding adds what ``lse_rounding`` says.
     """
     lost = head.flush / xp.where(row_sum > head.flush, row_sum, xp.inf)
-    error = 0.5 * arithmetic.ARGUMENT_ERROR - xp.log1p(-lost)
+    error = arithmetic.ARGUMENT_ERROR - xp.log1p(-lost)
     return xp.where(row_sum > head.flush, error * (1.0 + arithmetic.COEFFICIENT_SLACK), xp.inf)
 
 
@@ -206,7 +209,8 @@ def lse_rounding(lse: Array, num_keys: int) -> Array:
     The sum over the keys, exp2 and log2, and three roundings of numbers of the size of lse and
     log2 l; |log2 l| stays below 128.
     """
-    summed = arithmetic.dot_slack(num_keys) + 2.0 * arithmetic.EXP2_ERROR
+    depth = arithmetic.BFLOAT16.summation_depth(num_keys)
+    summed = arithmetic.dot_slack(depth) + 2.0 * arithmetic.EXP2_ERROR
     return summed + 4.0 * arithmetic.FLOAT32_ROUNDOFF * (abs(lse) + 256.0)
 
 
@@ -217,6 +221,6 @@ def rounding_error(num_keys: int, kernel: KernelArithmetic) -> float:
     for the output; each against max|v|, the largest that sum w|v| and |o| can be. Kept apart from
     the range error E, which it usually exceeds.
     """
-    terms = kernel.passes * num_keys + 8
-    summed = 2.0 * arithmetic.EXP2_ERROR + 2.0 * arithmetic.dot_slack(terms)
+    summed = arithmetic.dot_slack(kernel.summation_depth(num_keys))
+    summed = 2.0 * arithmetic.EXP2_ERROR + 2.0 * summed
     return kernel.probability_roundoff + summed + kernel.output_roundoff

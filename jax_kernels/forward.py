@@ -247,7 +247,7 @@ class _FixedStabilizer:
         fields = {
             name: self.limit_ref[row, head.key_head] for row, name in enumerate(_LIMIT_FIELDS)
         }
-        flush = theorem.flush_scale(self.problem.key_length)
+        flush = theorem.flush_scale(self.problem.key_length, self.problem.kernel)
         return theorem.Limits(flush=flush, **fields)
 
     def _inside(self, head: _Head) -> jax.Array:
