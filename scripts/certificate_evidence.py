@@ -18,7 +18,7 @@ import numpy as np
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from certify.arithmetic import DEFAULT_TOLERANCE, validate_tolerance
+from certify.arithmetic import DEFAULT_TOLERANCE, arithmetic_for, validate_tolerance
 from certify.theorem import VERDICTS
 from command_line import UserError, console, run
 from evidence import completeness, tables
@@ -190,11 +190,12 @@ def minilm(
     """
     from evidence import trained
 
+    texts = [_read(path) for path in text or (ROOT / "README.md", ROOT / "LICENSE")]
     try:
         validate_tolerance(tolerance)
-        directory = trained.default_model() if model is None else model
-        paths = text or [ROOT / "README.md", ROOT / "LICENSE"]
-        tokens = trained.token_windows(directory, [_read(path) for path in paths], length)
+        arithmetic_for(dtype)
+        directory = trained.checked(trained.default_model() if model is None else model)
+        tokens = trained.token_windows(directory, texts, length)
         tokens = tokens[:windows]
         with _bar(len(tokens)) as progress:
             heads = trained.audit(

@@ -147,3 +147,41 @@ def log_sum_exp(logits: Float64) -> Float64:
     shift = np.where(np.isfinite(largest), largest, 0.0)
     with np.errstate(divide="ignore"):
         return shift + np.log2(np.sum(np.exp2(logits - shift[..., None]), axis=-1))
+
+
+MASKS = (
+    "none",
+    "causal",
+    "window",
+    "lengths",
+    "segments",
+    "boolean",
+    "bias",
+    "soft cap",
+    "causal segments",
+)
+
+
+def masking(
+    kind: str, rng: np.random.Generator, batch: int, rows: int, keys: int
+) -> dict[str, Any]:
+    """Arguments of a ``Call`` of one kind of ``MASKS``."""
+    if kind == "none":
+        return {}
+    if kind == "causal":
+        return {"causal": True}
+    if kind == "window":
+        return {"window": int(rng.integers(0, keys))}
+    if kind == "lengths":
+        return {"key_lengths": rng.integers(0, keys + 1, batch)}
+    if kind == "soft cap":
+        return {"logits_soft_cap": float(rng.choice([2.0, 30.0, 100.0]))}
+    if kind == "boolean":
+        return {"attn_mask": rng.uniform(size=(batch, 1, rows, keys)) < rng.choice([0.1, 0.9])}
+    if kind == "bias":
+        bias = rng.choice([1.0, 30.0]) * rng.standard_normal((batch, 1, rows, keys))
+        hidden = rng.uniform(size=bias.shape) < 0.2
+        return {"attn_mask": np.where(hidden, -np.inf, bias).astype(np.float32)}
+    cuts = np.sort(rng.integers(0, 4, (batch, rows + keys)), axis=1)
+    segments = {"segment_ids": (cuts[:, :rows], cuts[:, -keys:])}
+    return segments if kind == "segments" else {"causal": True, **segments}

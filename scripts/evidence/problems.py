@@ -12,7 +12,7 @@ from certify import theorem
 from certify.arithmetic import ARITHMETICS, KernelArithmetic
 from certify.inputs import BOUND_CHOICES
 from evidence import machine
-from evidence.calls import Call, in_dtype
+from evidence.calls import MASKS, Call, in_dtype, masking
 from evidence.climb import Float64, Problem, Scores
 from evidence.machine import FlushMachine, Outcome
 
@@ -132,10 +132,6 @@ class RowProblem:
         return bound.astype(np.float64), judged, np.where(np.isfinite(distance), distance, 1e6)
 
 
-MASKS = ("none", "causal", "window", "lengths", "segments", "bias", "soft cap")
-"""What a call of the search may hide its keys with."""
-
-
 @dataclass(frozen=True)
 class CallProblem:
     """Whole calls: eight queries that share keys and values, judged row by row.
@@ -184,30 +180,8 @@ class CallProblem:
             ),
             dtype=dtype,
             scale=0.7,
-            **self._masking(size),
+            **masking(self.mask, np.random.default_rng(0), size, self.rows_each, self.num_keys),
         )
-
-    def _masking(self, size: int) -> dict[str, Any]:
-        rows, keys = self.rows_each, self.num_keys
-        if self.mask == "causal":
-            return {"causal": True}
-        if self.mask == "window":
-            return {"window": 5}
-        if self.mask == "lengths":
-            return {"key_lengths": 1 + np.arange(size) % keys}
-        if self.mask == "segments":
-            segments = (
-                np.tile(np.arange(rows) // 3, (size, 1)),
-                np.tile(np.arange(keys) // 8, (size, 1)),
-            )
-            return {"segment_ids": segments}
-        if self.mask == "bias":
-            distance = np.abs(np.arange(rows)[:, None] * keys / rows - np.arange(keys))
-            bias = np.where(distance > 18.0, -np.inf, -4.0 * distance).astype(np.float32)
-            return {"attn_mask": bias[None, None]}
-        if self.mask == "soft cap":
-            return {"logits_soft_cap": 30.0}
-        return {}
 
     def score(self, genes: Float64, rng: np.random.Generator) -> Scores:
         call = self.call(genes)

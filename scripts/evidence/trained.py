@@ -42,6 +42,20 @@ def default_model() -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / "model"
 
 
+def checked(model: Path) -> Path:
+    """The directory, if the files are there.
+
+    Raises:
+        ValueError: naming those that are not.
+    """
+    missing = [name for name in NEEDED if not (model / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"--model: {model} lacks {', '.join(missing)}; give a BERT-like encoder's directory."
+        )
+    return model
+
+
 @dataclass(frozen=True)
 class Heads:
     """Results of all heads: each array [L, W, H] for W windows of text.
@@ -115,9 +129,6 @@ def layer_calls(model: Path, tokens: npt.NDArray[np.int64], dtype: str) -> Itera
     import torch
     from transformers import AutoModel
 
-    missing = [name for name in NEEDED if not (model / name).is_file()]
-    if missing:
-        raise ValueError(f"--model: {model} lacks {', '.join(missing)}.")
     encoder = AutoModel.from_pretrained(model, local_files_only=True, use_safetensors=True).eval()
     heads = int(encoder.config.num_attention_heads)
     most = int(encoder.config.max_position_embeddings)
