@@ -19,7 +19,7 @@ from certify import arithmetic, theorem
 from certify.bounds import BOUND_NAMES
 from certify.formats import Float32
 from certify.recorded_layers import CERTIFICATE_FIELDS, LayerPasses
-from certify.theorem import CERTIFIED, EXACT, RECOMPUTED, VERIFIED
+from certify.theorem import CERTIFIED, EXACT, RECOMPUTED, VERDICTS, VERIFIED
 
 NOT_RECORDED = -1
 """Verdict of a block of which nothing is known."""
@@ -91,6 +91,9 @@ class Judged(NamedTuple):
 def lanes_of(layer: LayerPasses, fields: Sequence[str]) -> dict[str, Float32]:
     """Every lane of a layer's record and certificate by its name, each [P, B, H, Q].
 
+    A ratio below 1, which no values have, and a verdict that does not exist become NaN, which
+    proves nothing.
+
     Raises:
         ValueError: where a number of keys is not one.
     """
@@ -98,6 +101,11 @@ def lanes_of(layer: LayerPasses, fields: Sequence[str]) -> dict[str, Float32]:
     certificate = np.ascontiguousarray(np.moveaxis(layer.certificate, -1, 0))
     lanes = dict(zip(fields, bounds, strict=True))
     lanes |= {f"run:{n}": a for n, a in zip(CERTIFICATE_FIELDS, certificate, strict=True)}
+    ratio = lanes["value_ratio"]
+    lanes["value_ratio"] = np.where(ratio >= 1.0, ratio, np.float32(np.nan))
+    verdict = lanes["run:verdict"]
+    exists = np.isin(verdict, np.arange(len(VERDICTS), dtype=np.float32))
+    lanes["run:verdict"] = np.where(exists, verdict, np.float32(np.nan))
     num_keys = lanes["num_keys"]
     whole = (num_keys == np.floor(num_keys)) & (num_keys >= 0)
     if not np.all(np.isnan(num_keys) | (whole & (num_keys <= layer.settings.num_keys))):
@@ -203,14 +211,14 @@ def _refuted(
 def limits_of(
     lanes: Mapping[str, Float32], kernel: arithmetic.KernelArithmetic, tolerance: float
 ) -> theorem.Limits:
-    """The theorem's limits of every block; blocks of the same number of keys together."""
+    """The theorem's limits of every block; blocks of the same number of keys together.
+
+    NaN, which passes no test, where the number of keys is not known.
+    """
     num_keys = lanes["num_keys"]
-    counts = np.unique(num_keys[num_keys >= 1])
-    if counts.size == 0:
-        counts = np.ones(1, np.float32)
     parts = []
-    for count in counts:
-        where = np.ones(num_keys.shape, bool) if counts.size == 1 else num_keys == count
+    for count in np.unique(num_keys[num_keys >= 1]):
+        where = num_keys == count
         parts.append(
             (
                 where,
@@ -263,7 +271,7 @@ def _reasons(
 
 def _row_sums(lanes: Mapping[str, Float32]) -> tuple[Float32, Float32]:
     """Smallest and largest row sum: the run's own; else from the exact log-sum-exp."""
-    ran = (lanes["run:verdict"] <= RECOMPUTED) & ~np.isnan(lanes["run:row_sum_min"])
+    ran = lanes["run:verdict"] <= RECOMPUTED
     sides = []
     for side in ("min", "max"):
         expected = np.exp2(lanes[f"row_sum_log2_{side}"])

@@ -100,7 +100,7 @@ def _after_the_loop(facts: BlockFacts) -> str:
         return f"smallest row sum {power_of_two(low)} still proves the tolerance"
     assert facts.verdict in (VERDICTS[RECOMPUTED], "not recorded")
     if math.isnan(low) or math.isnan(high):
-        return "row sums are not recorded, so that nothing else proves the tolerance"
+        return "no row sums are known that would prove the tolerance"
     if not high <= 2.0**arithmetic.OVERFLOW_EXPONENT:
         return f"largest row sum {power_of_two(high)} is past the limit of 2^125"
     if not math.isfinite(facts.row_sum_limit):
