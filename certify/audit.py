@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from certify import arithmetic
-from certify.facts import BlockFacts, block_facts, family_gaps, winning_family, worst_block
+from certify.facts import (
+    BlockFacts,
+    block_facts,
+    family_gaps,
+    validate_family,
+    winning_family,
+    worst_block,
+)
 from certify.formats import Float32
 from certify.judgement import (
     CONTRADICTION,
@@ -177,10 +184,7 @@ def audit_recording(
     if tolerance is None:
         tolerance = recording.tolerance
     arithmetic.validate_tolerance(tolerance)
-    if family not in recording.families:
-        raise ValueError(
-            f"bounds: got {family!r}; the recording holds {', '.join(recording.families)}."
-        )
+    validate_family(recording, family)
     total = len(recording.layers)
     layers: list[LayerAudit] = []
     names: set[str] = set()

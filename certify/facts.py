@@ -150,6 +150,18 @@ def block_facts(
     )
 
 
+def validate_family(recording: Recording, family: str) -> None:
+    """Check the name of a family of bounds.
+
+    Raises:
+        ValueError: where the recording has no such family.
+    """
+    if family not in recording.families:
+        raise ValueError(
+            f"bounds: got {family!r}; the recording holds {', '.join(recording.families)}."
+        )
+
+
 def head_facts(
     recording: Recording,
     layer: LayerPasses,
@@ -163,8 +175,10 @@ def head_facts(
     """The worst block of one head, of one call and batch element if they are named.
 
     Raises:
-        ValueError: for a head, call or batch element that the layer does not have.
+        ValueError: for a head, call or batch element that the layer does not have, a family that
+            was not recorded, a tolerance out of range.
     """
+    validate_family(recording, family)
     tolerance = recording.tolerance if tolerance is None else tolerance
     arithmetic.validate_tolerance(tolerance)
     heads, elements = layer.settings.heads, layer.bounds.shape[1]
