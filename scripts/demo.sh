@@ -24,20 +24,29 @@ generate() {
         --output "$output/$name.mp4" --latents "$output/$name.safetensors" "$@"
 }
 
-echo "== 1 of 5: certified attention, float32"
-generate clis-float32 clis float32 --report "$output/report.html"
-echo "== 2 of 5: diffusers' own attention, float32"
+certify() {
+    "$CLIS_PYTHON_COMMAND" -m certify.cli "$@"
+}
+
+recording="$output/recording.safetensors"
+echo "== 1 of 6: certified attention, float32, recorded"
+generate clis-float32 clis float32 --record "$recording" --keep-tensors 1
+echo "== 2 of 6: diffusers' own attention, float32"
 generate native-float32 native float32
-echo "== 3 of 5: certified attention, bfloat16"
+echo "== 3 of 6: certified attention, bfloat16"
 generate clis-bfloat16 clis bfloat16
-echo "== 4 of 5: diffusers' own attention, bfloat16"
+echo "== 4 of 6: diffusers' own attention, bfloat16"
 generate native-bfloat16 native bfloat16
-echo "== 5 of 5: the yardstick: diffusers' own attention, accumulated in bfloat16 too"
+echo "== 5 of 6: the yardstick: diffusers' own attention, accumulated in bfloat16 too"
 generate native-narrow-bfloat16 native-bfloat16 bfloat16
+echo "== 6 of 6: the recording, judged again from its numbers"
+certify audit "$recording"
+certify report "$recording" -o "$output/report.html"
 
 echo
 "$CLIS_PYTHON_COMMAND" "$scripts/compare_latents.py" "$output"
 cat <<MESSAGE
 The video: $output/clis-float32.mp4 (contact sheet: clis-float32.png, timings and certificates: clis-float32.json)
+The recording: $recording (certify audit, explain, report)
 The report: $output/report.html
 MESSAGE
