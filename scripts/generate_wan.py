@@ -107,7 +107,7 @@ def write_outputs(request: Request, result: Result, rows: list[dict[str, Any]]) 
             lambda path: outputs.write_contact_sheet(path, frames, fps, title),
         )
         staging.write(request.run_details, lambda path: outputs.write_json(path, content))
-        if request.record is not None:
+        if request.record is not None and result.processor is not None:
             recorder, about_run = result.processor.recorder, settings_of(request)
             staging.write(request.record, lambda path: recorder.save(path, **about_run))
         if request.latents is not None:

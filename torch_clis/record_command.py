@@ -103,13 +103,12 @@ def record(
             record_pipeline,
             record_text_model,
         )
-        from torch_clis.recorder import Recorder
     except ImportError as error:
         _fail(f"certify record needs more than is installed ({error}); {_INSTALL}")
     if dtype not in DTYPES:
         _fail(f"--dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     try:
-        recorder = Recorder(output, keep_tensors=keep_tensors)
+        recorder = _recorder(output, keep_tensors)
         pipeline = is_pipeline(model)
         if pipeline and (prompt is None or text is not None):
             _fail("--prompt: a pipeline needs one, and takes no --text")
@@ -136,6 +135,15 @@ def record(
     except (ModelError, ValueError, OSError) as error:
         _fail(str(error))
     _report(recorder, output)
+
+
+def _recorder(output: Path, keep_tensors: int) -> Recorder:
+    from torch_clis.recorder import Recorder
+
+    try:
+        return Recorder(output, keep_tensors=keep_tensors)
+    except ValueError as error:
+        raise ValueError(str(error).replace("path:", "--output:", 1)) from error
 
 
 _INSTALL = "pip install 'torch-clis[diffusers]'"

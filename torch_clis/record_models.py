@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from torch_clis.capture import record
 from torch_clis.recorder import Recorder
@@ -23,7 +24,15 @@ SMALL_CLIP = {"num_inference_steps": 2, "height": 256, "width": 256, "num_frames
 """What a pipeline makes where nothing is said: enough for a first look on a CPU."""
 
 # What the libraries raise for a file that is damaged, incomplete or of another architecture.
-LOADING_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
 
 OnPass = Callable[[int, int], None]
 
@@ -98,9 +107,17 @@ def record_text_model(
                 "torch_clis.record(model, FILE)"
             )
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, **options)
-        network = transformers.AutoModel.from_pretrained(
-            model, use_safetensors=True, attn_implementation="sdpa", dtype=dtype, **options
-        ).eval()
+        network, information = transformers.AutoModel.from_pretrained(
+            model,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            dtype=dtype,
+            output_loading_info=True,
+            **options,
+        )
+    # Models are often saved without their pooler, which comes after all attention.
+    _check_complete(model, {key for key in information["missing_keys"] if "pooler" not in key})
+    network.eval()
     longest = getattr(config, "max_position_embeddings", None) or run.max_tokens
     size = min(run.max_tokens, longest)
     tokens = tokenizer(run.text, return_tensors="pt", truncation=False)["input_ids"]
@@ -142,6 +159,10 @@ def record_pipeline(
     if not denoisers:
         raise ModelError(f"{model}: has none of {', '.join(DENOISERS)}; record it in Python")
 
+    for name, part in denoisers.items():
+        meta = {key for key, tensor in part.named_parameters() if tensor.is_meta}
+        _check_complete(f"{model}: {name}", meta)
+
     def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         on_pass(index + 1, steps)
         return {}
@@ -156,6 +177,15 @@ def record_pipeline(
             stack.enter_context(record(part, recorder, prefix=prefix))
         stack.enter_context(_reported(model))
         pipeline(**arguments)
+
+
+def _check_complete(model: str, missing: set[str]) -> None:
+    """Libraries fill missing weights with random numbers, whose certificates mean nothing."""
+    if missing:
+        raise ModelError(
+            f"{model}: lacks {len(missing)} of the weights that its config.json asks for "
+            f"({min(missing)}, ...); download it again"
+        )
 
 
 def _call_arguments(pipeline: Any, run: PipelineRun) -> dict[str, Any]:

@@ -38,9 +38,13 @@ BYTES_PER_NUMBER = 4
 class _Call(NamedTuple):
     """One call of a layer; tensors where it was made, until they are moved to the host."""
 
-    index: int
+    number: int
     bounds: torch.Tensor
     certificate: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [part for part in (self.bounds, self.certificate) if part is not None]
 
 
 @dataclass
@@ -190,11 +194,13 @@ class Recorder:
         """
         with self._lock:
             calls = [call for layer in self._layers.values() for call in layer.calls]
-            parts = [part for call in calls for part in call[1:] if part is not None]
-            moved = iter(on_host(parts))
+            moved = iter(on_host([part for call in calls for part in call.tensors]))
             for layer in self._layers.values():
                 layer.calls = [
-                    _Call(*(next(moved) if isinstance(p, torch.Tensor) else p for p in call))
+                    call._replace(
+                        bounds=next(moved),
+                        certificate=None if call.certificate is None else next(moved),
+                    )
                     for call in layer.calls
                 ]
 
@@ -314,7 +320,7 @@ def _settings(
 
 def _layer_passes(layer: _Layer) -> LayerPasses:
     """Of tensors on the host."""
-    calls = sorted(layer.calls, key=lambda call: call.index)
+    calls = sorted(layer.calls, key=lambda call: call.number)
     bounds = np.stack([call.bounds.numpy() for call in calls])
     certificate = np.full((*bounds.shape[:4], len(CERTIFICATE_FIELDS)), np.nan, np.float32)
     for place, call in enumerate(calls):
@@ -325,7 +331,7 @@ def _layer_passes(layer: _Layer) -> LayerPasses:
         settings=layer.settings,
         bounds=bounds,
         certificate=certificate,
-        passes=np.array([call.index for call in calls], np.int32),
+        passes=np.array([call.number for call in calls], np.int32),
         kept=() if layer.kept is None else layer.kept.rows(),
     )
 

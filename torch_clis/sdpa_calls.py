@@ -82,8 +82,11 @@ def read_sdpa_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         causal = False
     rank = max(query.dim(), key.dim())
     leading = torch.broadcast_shapes(*(_leading(tensor, rank) for tensor in (query, key, value)))
+    query, key, value = (_sequence_first(tensor, leading, rank) for tensor in (query, key, value))
     return Call(
-        *(_sequence_first(tensor, leading, rank) for tensor in (query, key, value)),
+        query=query,
+        key=key,
+        value=value,
         scale=given.get("scale"),
         causal=causal,
         attn_mask=None if attn_mask is None else _mask(attn_mask, leading, rank),

@@ -205,7 +205,9 @@ def test_fused_modules_keep_other_modes_in_place() -> None:
     class Counting(torch.overrides.TorchFunctionMode):
         calls = 0
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.calls += func is functional.scaled_dot_product_attention
             return func(*args, **(kwargs or {}))
 
@@ -287,7 +289,7 @@ def test_arguments_are_read_as_torch_means_them(kind: str) -> None:
     """Fault: causal bottom-right for top-left, a mask along the wrong axis, heads for batch."""
     (query_shape, key_shape), options = CALLS[kind]
     query, key, value = _hidden(*query_shape), _hidden(*key_shape), _hidden(*key_shape) * 2
-    doubles = {
+    doubles: dict[str, Any] = {
         name: option.double() if torch.is_tensor(option) and option.is_floating_point() else option
         for name, option in options.items()
     }
@@ -339,7 +341,7 @@ def test_a_model_without_calls(tmp_path: Path) -> None:
     ):
         pass
     with pytest.raises(TypeError, match=r"model: got dict; give a torch.nn.Module.*transformer"):
-        torch_clis.record({}, path).__enter__()
+        torch_clis.record({}, path).__enter__()  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"path: .* is a directory"):
         torch_clis.record(torch.nn.Linear(2, 2), tmp_path).__enter__()
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,7 @@ def _inputs(generator: torch.Generator, spread: float = 1.0) -> Tensors:
     return query * spread, key, value
 
 
-def _run(inputs: Tensors, promise: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _run(inputs: Tensors, promise: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     out, fields = torch_clis.attention(*inputs, promise=promise, return_certificate=True)
     out, *values = on_host(out, *fields.values())
     return out, dict(zip(fields, values, strict=True))

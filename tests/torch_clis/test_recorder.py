@@ -64,7 +64,7 @@ def test_bounds_hold_the_real_log_sum_exp(
     _, lse = definition(*inputs, **definitions)
     bits = (lse / math.log(2)).squeeze(-1).numpy()
     recorder = Recorder()
-    on_device = {
+    on_device: dict[str, Any] = {
         name: option.to(device) if isinstance(option, torch.Tensor) else option
         for name, option in options.items()
     }
@@ -155,8 +155,7 @@ def test_shapes_of_a_layer_are_told_apart(tmp_path: Path, generator: torch.Gener
     recorder = Recorder(tmp_path / "calls.safetensors")
     for length in (20, 30, 20):
         _call(recorder, random_inputs(generator, (1, length, 2, 16)))
-    recorder.save(model="a test")
-    found = read_recording(recorder.path)
+    found = read_recording(recorder.save(model="a test"))
     layers = {layer.settings.num_queries: layer for layer in found.layers}
     assert {layer.name for layer in found.layers} == {"layer"}
     assert layers[20].passes.tolist() == [0, 2] and layers[30].passes.tolist() == [1]
