@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ def layer_of(
     heads: list[dict[str, float]],
     *,
     name: str = "layer",
-    run: list[dict[str, float]] | None = None,
+    run: Sequence[Mapping[str, float]] = (),
     passes: tuple[int, ...] = (0,),
     **settings: Any,
 ) -> LayerPasses:
@@ -109,7 +110,7 @@ def layer_of(
     fields = certify.RECORD_FIELDS
     bounds = np.array([[head[field] for field in fields] for head in heads], np.float32)
     certificate = np.full((len(heads), len(CERTIFICATE_FIELDS)), np.nan, np.float32)
-    for head, lanes in enumerate(run or []):
+    for head, lanes in enumerate(run):
         for field, number in lanes.items():
             certificate[head, CERTIFICATE_FIELDS.index(field)] = number
     calls = len(passes)

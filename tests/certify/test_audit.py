@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def verdicts(result: AuditResult) -> list[list[int]]:
 def judged_heads(
     heads: list[dict[str, float]],
     *,
-    run: list[dict[str, float]] | None = None,
+    run: Sequence[Mapping[str, float]] = (),
     tolerance: float = certify.DEFAULT_TOLERANCE,
     family: str = "auto",
 ) -> list[str]:
@@ -274,8 +275,9 @@ def test_a_larger_tolerance_never_proves_less(
     asked: list[float],
 ) -> None:
     """Certified and proved blocks only grow with it. Catches a penalty that jumps."""
-    made = block(**lanes)
-    made |= {"run:verdict": verdict, "run:bound_used": 1.0, "run:gap": lanes["gap"]}
+    gap, lower, num_keys, value = lanes.values()
+    made = block(gap, lower=lower, num_keys=num_keys, value=value)
+    made |= {"run:verdict": verdict, "run:bound_used": 1.0, "run:gap": gap}
     made |= {f"run:row_sum_{side}": math.nan for side in ("min", "max")}
     made |= {"row_sum_log2_min": low, "row_sum_log2_max": low + spread}
     arrays = {name: np.full((1, 1, 1, 1), number, np.float32) for name, number in made.items()}

@@ -39,8 +39,10 @@ SUMS = {"row_sum_min": 2.0**-31, "row_sum_max": 4.0}
 
 def audited(*names: str, **settings: Any) -> AuditResult:
     """Two heads, certified and verified, in three calls of each layer."""
-    run = [{"verdict": CERTIFIED, "row_sum_min": 0.5, "row_sum_max": 2.0}, {"verdict": VERIFIED}]
-    run[1] |= SUMS
+    run: list[dict[str, float]] = [
+        {"verdict": CERTIFIED, "row_sum_min": 0.5, "row_sum_max": 2.0},
+        {"verdict": VERIFIED, **SUMS},
+    ]
     layers = [
         layer_of([block(50.0), block(431.0)], run=run, name=name, passes=(0, 1, 2))
         for name in names or ("blocks.0", "blocks.1")

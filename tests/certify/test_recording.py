@@ -122,7 +122,7 @@ def test_files_that_are_none(file: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "exploded").exists()
 
 
-def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, str]], None]) -> None:
+def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, str]], object]) -> None:
     """Change tensors and metadata of a file in place."""
     with safetensors.safe_open(path, "np") as opened:
         metadata = dict(opened.metadata())
