@@ -194,7 +194,8 @@ def _reach(
     growth *= 1.0 + arithmetic.dot_slack(norm.channels + 8)
     members = np.arange(planes.max() + 1)[:, None] == planes
     with np.errstate(over="ignore", invalid="ignore"):
-        stored = norm.weight + model.smallest_normal
+        # Half the spacing of subnormal numbers: a stored weight may be rounded up to one.
+        stored = norm.weight + model.smallest_normal * model.roundoff
         weight = np.max(np.where(members, stored[:, None, :], 0.0), axis=-1) * factor
         bias = np.linalg.norm(np.where(members, norm.bias[:, None, :], 0.0), axis=-1) * factor
         widest = np.sqrt(np.max(np.sum(members, axis=-1)))
@@ -210,7 +211,7 @@ def underflow(weight: Float64, model: ModelFormat, factor: float) -> Float64:
     """What flushing can add to a channel, in a plane whose largest weight is ``weight``.
 
     eta (w + 3) for norm output, product, stored bias and sum, times |cos| + |sin| <= 3/2, and eta
-    for each of the rotation's products and their sum. (A stored weight may lose eta as well.)
+    for each of the rotation's products and their sum.
     """
     return model.smallest_normal * (2.0 * weight + 5.0 * factor + 4.0)
 

@@ -25,21 +25,26 @@ AXES = (4, 6, 6)
 TOKENS = 24
 
 PROJECTIONS = ("to_q", "to_k", "q_proj", "k_proj", "add_q_proj", "add_k_proj", "to_qkv_mlp_proj")
-DIFFUSERS_HEADS = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
+DIFFUSERS_HEADS: dict[str, Any] = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to build one model and call it once."""
+    """How to build one model and call it once.
+
+    Attributes:
+        reach: share of the bound that the search must come to in float32. It is 1 where planes
+            can turn by any angle; few positions turn the slow planes of a tiny model but little.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[torch.dtype], dict[str, Any]]
-    norms_with_weights: bool = True
+    reach: float = 0.4
 
 
 def draw(*shape: int) -> Callable[[torch.dtype], torch.Tensor]:
-    return lambda dtype: torch.randn(*shape).to(dtype)
+    return lambda dtype: torch.randn(shape).to(dtype)
 
 
 def inputs(**parts: Any) -> Callable[[torch.dtype], dict[str, Any]]:
@@ -53,15 +58,15 @@ def _gemma3_with_images() -> nn.Module:
     text = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28}
     config = transformers.Gemma3Config(
-        text_config={**text, "query_pre_attn_scalar": 4.0},
+        text_config={**text, "query_pre_attn_scalar": 4},
         vision_config={**vision, "num_attention_heads": 2},
         image_token_id=63,
     )
     return transformers.Gemma3Model(config)
 
 
-def _diffusers(class_name: str, call: Any, *, weights: bool = True, **config: Any) -> TinyModel:
-    return TinyModel(class_name, lambda: getattr(diffusers, class_name)(**config), call, weights)
+def _diffusers(class_name: str, call: Any, *, reach: float = 0.4, **config: Any) -> TinyModel:
+    return TinyModel(class_name, lambda: getattr(diffusers, class_name)(**config), call, reach)
 
 
 def _language(model_class: str, config_class: str, name: str = "", **config: Any) -> TinyModel:
@@ -87,7 +92,40 @@ def _language(model_class: str, config_class: str, name: str = "", **config: Any
     return TinyModel(name or model_class, build, inputs(input_ids=ids))
 
 
-_WAN = {
+def _ltx2(rope_type: str) -> TinyModel:
+    call = inputs(
+        hidden_states=draw(1, TOKENS, 4),
+        audio_hidden_states=draw(1, TOKENS, 4),
+        encoder_hidden_states=draw(1, 8, 16),
+        audio_encoder_hidden_states=draw(1, 8, 16),
+        timestep=torch.tensor([3.0]),
+        encoder_attention_mask=torch.ones(1, 8),
+        audio_encoder_attention_mask=torch.ones(1, 8),
+        num_frames=2,
+        height=3,
+        width=4,
+        audio_num_frames=TOKENS,
+    )
+    config = {
+        **DIFFUSERS_HEADS,
+        "in_channels": 4,
+        "out_channels": 4,
+        "cross_attention_dim": WIDTH,
+        "audio_in_channels": 4,
+        "audio_out_channels": 4,
+        "audio_num_attention_heads": HEADS,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
+        "num_layers": 1,
+        "caption_channels": 16,
+        "rope_type": rope_type,
+    }
+    return TinyModel(
+        f"LTX-2 {rope_type}", lambda: diffusers.LTX2VideoTransformer3DModel(**config), call
+    )
+
+
+_WAN: dict[str, Any] = {
     **DIFFUSERS_HEADS,
     "in_channels": 4,
     "out_channels": 4,
@@ -101,15 +139,18 @@ _WAN_CALL = {
     "timestep": torch.tensor([3]),
     "encoder_hidden_states": draw(1, 12, 16),
 }
-_FLUX = {
+_FLUX: dict[str, Any] = {
     **DIFFUSERS_HEADS,
     "in_channels": 4,
     "num_layers": 1,
     "num_single_layers": 1,
     "joint_attention_dim": 16,
 }
-_IDS = {"img_ids": torch.randint(0, 50, (TOKENS, 3)).float(), "txt_ids": torch.zeros(8, 3)}
-_HUNYUAN = {
+_IDS: dict[str, Any] = {
+    "img_ids": torch.arange(3.0 * TOKENS).reshape(TOKENS, 3),
+    "txt_ids": torch.zeros(8, 3),
+}
+_HUNYUAN: dict[str, Any] = {
     **DIFFUSERS_HEADS,
     "in_channels": 4,
     "out_channels": 4,
@@ -177,7 +218,7 @@ DIFFUSERS_MODELS = (
             encoder_hidden_states=draw(1, 8, 16),
             timestep=torch.tensor([1.0]),
             guidance=torch.tensor([1.0]),
-            img_ids=torch.randint(0, 50, (TOKENS, 4)).float(),
+            img_ids=torch.arange(4.0 * TOKENS).reshape(TOKENS, 4),
             txt_ids=torch.zeros(8, 4),
         ),
         **_FLUX,
@@ -206,11 +247,20 @@ DIFFUSERS_MODELS = (
             encoder_hidden_states=draw(1, 8, 16),
             encoder_attention_mask=_MASK,
             pooled_projections=draw(1, 16),
-            image_embeds=None,
-            indices_latents=torch.tensor([[0, 1]]),
+            image_embeds=draw(1, 5, 16),
+            indices_latents=torch.tensor([0, 1]),
             guidance=torch.tensor([1.0]),
+            latents_clean=draw(1, 4, 1, 8, 8),
+            indices_latents_clean=torch.tensor([2]),
+            latents_history_2x=draw(1, 4, 2, 8, 8),
+            indices_latents_history_2x=torch.tensor([3, 4]),
+            latents_history_4x=draw(1, 4, 4, 8, 8),
+            indices_latents_history_4x=torch.tensor([5, 6, 7, 8]),
         ),
         **_HUNYUAN,
+        has_clean_x_embedder=True,
+        has_image_proj=True,
+        image_proj_dim=16,
         num_single_layers=1,
         pooled_projection_dim=16,
     ),
@@ -283,39 +333,8 @@ DIFFUSERS_MODELS = (
         num_layers=1,
         caption_channels=16,
     ),
-    *(
-        TinyModel(
-            f"LTX-2 {rope_type}",
-            lambda rope_type=rope_type: diffusers.LTX2VideoTransformer3DModel(
-                **DIFFUSERS_HEADS,
-                in_channels=4,
-                out_channels=4,
-                cross_attention_dim=WIDTH,
-                audio_in_channels=4,
-                audio_out_channels=4,
-                audio_num_attention_heads=HEADS,
-                audio_attention_head_dim=8,
-                audio_cross_attention_dim=16,
-                num_layers=1,
-                caption_channels=16,
-                rope_type=rope_type,
-            ),
-            inputs(
-                hidden_states=draw(1, TOKENS, 4),
-                audio_hidden_states=draw(1, TOKENS, 4),
-                encoder_hidden_states=draw(1, 8, 16),
-                audio_encoder_hidden_states=draw(1, 8, 16),
-                timestep=torch.tensor([3.0]),
-                encoder_attention_mask=torch.ones(1, 8),
-                audio_encoder_attention_mask=torch.ones(1, 8),
-                num_frames=2,
-                height=3,
-                width=4,
-                audio_num_frames=TOKENS,
-            ),
-        )
-        for rope_type in ("interleaved", "split")
-    ),
+    _ltx2("interleaved"),
+    _ltx2("split"),
     _diffusers(
         "CogVideoXTransformer3DModel",
         inputs(
@@ -346,7 +365,6 @@ DIFFUSERS_MODELS = (
             target_size=torch.tensor([[8.0, 8.0]]),
             crop_coords=torch.tensor([[0.0, 0.0]]),
         ),
-        weights=False,
         **DIFFUSERS_HEADS,
         in_channels=4,
         out_channels=4,
@@ -368,7 +386,6 @@ DIFFUSERS_MODELS = (
             target_size=torch.tensor([[8.0, 8.0]]),
             crop_coords=torch.tensor([[0.0, 0.0]]),
         ),
-        weights=False,
         **DIFFUSERS_HEADS,
         in_channels=4,
         out_channels=4,
@@ -386,7 +403,6 @@ DIFFUSERS_MODELS = (
             encoder_hidden_states=draw(1, 8, 16),
             timestep=torch.tensor([0.5]),
         ),
-        weights=False,
         **DIFFUSERS_HEADS,
         sample_size=8,
         in_channels=4,
@@ -482,6 +498,7 @@ LANGUAGE_MODELS = (
         "Gemma3 with images",
         _gemma3_with_images,
         inputs(input_ids=torch.arange(1, 2 * TOKENS + 1).reshape(2, TOKENS)),
+        reach=0.2,
     ),
     _language("Olmo2Model", "Olmo2Config"),
     _language("Olmo3Model", "Olmo3Config"),
@@ -525,12 +542,13 @@ def make(model: TinyModel, seed: int = 0) -> nn.Module:
     built = model.build().eval()
     for name, parameter in built.named_parameters():
         if "norm" in name.rpartition(".")[0].rpartition(".")[2]:
-            spread = torch.exp(torch.randn(parameter.shape)) * torch.randn(parameter.shape).sign()
+            signs = torch.where(torch.rand(parameter.shape) < 0.5, -1.0, 1.0)
+            spread = torch.exp(torch.randn(parameter.shape)) * signs
             parameter.data = 0.7 * spread if name.endswith("weight") else 0.3 * spread
     return built
 
 
-def save(built: nn.Module, path: Path, **options: Any) -> Path:
+def save(built: Any, path: Path, **options: Any) -> Path:
     built.save_pretrained(path, **options)
     return path
 
@@ -575,7 +593,7 @@ class Watch:
         return _ATTENTION(query, key, value, *rest, **options)
 
 
-_ATTENTION = nn.functional.scaled_dot_product_attention
+_ATTENTION: Callable[..., torch.Tensor] = nn.functional.scaled_dot_product_attention
 
 
 @contextmanager
@@ -595,9 +613,13 @@ def watching(built: nn.Module, layers: list[str]) -> Iterator[Watch]:
         return adversarial(tuple(output.shape), output.dtype, watch.hot)
 
     for layer in layers:
-        handles.append(modules[layer].register_forward_pre_hook(enter(layer)))
-        handles.append(modules[layer].register_forward_hook(enter("")))
-        for name, module in modules[layer].named_modules():
+        # transformers writes some modules under the names of earlier releases.
+        attention = (
+            modules.get(layer) or modules[layer.replace("language_model.model", "language_model")]
+        )
+        handles.append(attention.register_forward_pre_hook(enter(layer)))
+        handles.append(attention.register_forward_hook(enter("")))
+        for name, module in attention.named_modules():
             if name in PROJECTIONS:
                 handles.append(module.register_forward_hook(replace))
     nn.functional.scaled_dot_product_attention = watch.attention
