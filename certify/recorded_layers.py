@@ -73,15 +73,13 @@ class LayerSettings:
     group: str = ""
 
     def __post_init__(self) -> None:
-        arithmetic.arithmetic_for(self.dtype)
+        kernel = arithmetic.arithmetic_for(self.dtype)
         for name in ("head_dim", "num_queries", "num_keys", "heads", "key_heads", "block_q"):
             positive_int(name, getattr(self, name))
         if self.heads % self.key_heads:
             raise ValueError(f"key_heads: got {self.key_heads}; it must divide {self.heads} heads.")
-        if self.num_keys >= arithmetic.LARGEST_NUM_KEYS:
-            raise ValueError(
-                f"num_keys: got {self.num_keys}; it must be below {arithmetic.LARGEST_NUM_KEYS}."
-            )
+        if kernel.summation_length(self.num_keys) >= arithmetic.LARGEST_NUM_KEYS:
+            raise ValueError(f"num_keys: got {self.num_keys}, too many for a sum in float32.")
         for name in ("scale", "soft_cap"):
             number = getattr(self, name)
             if number is None and name == "soft_cap":
