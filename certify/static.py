@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from certify import arithmetic, theorem
+from certify.bounds import promised_bounds
 from certify.checkpoint import open_checkpoints
 from certify.formats import Float32
 from certify.static_layers import find_layers, layer_bound
@@ -68,14 +69,14 @@ class StaticCertificate:
         return int(self.logit_bound.size)
 
     def gap(self, num_keys: int = DEFAULT_NUM_KEYS) -> Float32:
-        """float32 [H], bits: S - L of the worst row, S = bound + log2 n and L = log2 n' - bound.
+        """float32 [H], bits: S - L of the worst row, as the kernel takes them from a promise.
 
-        n' is the number of keys that the row sees; where that is not known, the fewest it may see.
+        S speaks of all n keys; where a row may see fewer, L speaks of the fewest, and log2 of
+        their ratio comes on top.
         """
+        rows = promised_bounds(self.logit_bound, num_keys=num_keys, xp=np)
         unseen = 0.0 if self.fewest_keys is None else math.log2(num_keys / self.fewest_keys)
-        return (np.float32(2.0) * self.logit_bound + np.float32(max(unseen, 0.0))).astype(
-            np.float32
-        )
+        return np.asarray(rows.upper - rows.lower + max(unseen, 0.0), np.float32)
 
     def budget(
         self,

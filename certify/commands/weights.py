@@ -9,17 +9,26 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from certify import arithmetic
+from certify.commands.common import (
+    REFUSED,
+    CsvOption,
+    JsonOption,
+    bar,
+    failing_in_one_line,
+    refuse_directories,
+    writing,
+)
 from certify.files import write_atomically
 from certify.static import DEFAULT_NUM_KEYS, StaticCertificate, static_certificates
 
@@ -34,8 +43,6 @@ Example, with a checkpoint of norms made on the spot:
     'tiny/model.safetensors')"
   certify weights tiny --csv tiny.csv
 """
-
-SHARE_NOT_MET, USAGE_ERROR = 1, 2
 
 
 def weights(
@@ -56,14 +63,8 @@ def weights(
     dtype: Annotated[
         str, typer.Option(help="What the model will run in: bfloat16, float16 or float32.")
     ] = "bfloat16",
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Also write everything to this file.", show_default=False),
-    ] = None,
-    csv_file: Annotated[
-        Path | None,
-        typer.Option("--csv", help="Also write a line per head here.", show_default=False),
-    ] = None,
+    json_file: JsonOption = None,
+    csv_file: CsvOption = None,
     require_share: Annotated[
         float | None,
         typer.Option(
@@ -76,35 +77,25 @@ def weights(
 ) -> None:
     """Certify attention from a checkpoint's weights alone: for every input, before it runs."""
     console = Console()
-    try:
+    with failing_in_one_line():
         _check_num_keys(num_keys)
         arithmetic.validate_tolerance(tolerance)
-        for file in (json_file, csv_file):
-            _refuse_directory(file)
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("reading layers", total=None)
-            certificates = static_certificates(
-                path,
-                dtype=dtype,
-                progress=lambda done, total: progress.update(task, completed=done, total=total),
-            )
+        refuse_directories({"--json": json_file, "--csv": csv_file})
+        with bar("reading layers", console) as progress:
+            certificates = static_certificates(path, dtype=dtype, progress=progress)
         if not certificates:
             raise ValueError(f"{path}: no attention layer found among its tensors.")
         rows = [_layer_row(layer, num_keys, tolerance) for layer in certificates]
         settings = {"path": str(path), "num_keys": num_keys, "tolerance": tolerance, "dtype": dtype}
-        if json_file is not None:
-            _write(json_file, json.dumps({**settings, "layers": rows}, indent=2) + "\n")
-        if csv_file is not None:
-            _write(csv_file, _csv_text(rows))
-    except ValueError as error:
-        _fail(str(error))
+        _write(json_file, json.dumps({**settings, "layers": rows}, indent=2) + "\n")
+        _write(csv_file, _csv_text(rows))
     console.print(_table(rows))
     _explain(console, certificates, rows, settings)
     heads = sum(row["heads"] for row in rows)
     share = sum(row["certified_heads"] for row in rows) / heads
     if require_share is not None and not share >= require_share:
         typer.echo(f"share of certified heads: {share:.4g}, below {require_share:.4g}", err=True)
-        raise typer.Exit(SHARE_NOT_MET)
+        raise typer.Exit(REFUSED)
 
 
 def _layer_row(layer: StaticCertificate, num_keys: int, tolerance: float) -> dict[str, Any]:
@@ -181,10 +172,10 @@ def _explain(
         )
     if certified < heads:
         words.append("The other heads are certified at run time, from their queries and keys.")
-    console.print(" ".join(words), highlight=False)
+    console.print(Text(" ".join(words)))
     for reason, count in Counter(row["reason"] for row in rows).items():
         noun = "layer" if count == 1 else "layers"
-        console.print(f"  {count} {noun}: {reason}", highlight=False, markup=False)
+        console.print(Text(f"  {count} {noun}: {reason}"))
 
 
 def _window(row: dict[str, Any]) -> str:
@@ -223,20 +214,7 @@ def _check_num_keys(num_keys: int) -> None:
         )
 
 
-def _refuse_directory(file: Path | None) -> None:
-    if file is not None and file.is_dir():
-        raise ValueError(f"{file}: is a directory. Give the name of a file to write.")
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise ValueError(
-            f"{file}: cannot be written ({error.strerror}). Give a file in a directory that exists."
-        ) from error
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(USAGE_ERROR)
+def _write(file: Path | None, text: str) -> None:
+    if file is not None:
+        with writing(file):
+            write_atomically(file, text)

@@ -385,7 +385,7 @@ MUTANTS = [
         "soft_cap",
     ),
     # The certificate.
-    cert("one side of the gap", "gap", "np.float32(2.0)", "np.float32(1.0)", "gap"),
+    cert("one side of the gap", "gap", "rows.upper - rows.lower", "rows.upper", "gap"),
     cert("rows that see few keys", "gap", "max(unseen, 0.0)", "0.0", "certified_is_the_theorem"),
     cert(
         "the largest value alone",
