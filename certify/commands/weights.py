@@ -103,7 +103,9 @@ def _layer_row(layer: StaticCertificate, num_keys: int, tolerance: float) -> dic
     gap = layer.gap(num_keys)
     certified = layer.certified(num_keys, tolerance)
     low, high = layer.value_window(num_keys, tolerance)
-    verdict = "certified for every input" if certified.all() else "not"
+    verdict = "certified for some heads" if certified.any() else "not"
+    if certified.all():
+        verdict = "certified for every input"
     if not np.isfinite(layer.logit_bound).any():
         verdict = "no claim"
     return {
@@ -124,21 +126,21 @@ def _layer_row(layer: StaticCertificate, num_keys: int, tolerance: float) -> dic
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(
-        title="Certified from the weights alone (bits, of each layer's worst head; budget "
-        f"{_bits(rows[0]['budget_bits'])})",
+        title="Certified from the weights alone (bits, of each layer's worst head)",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        show_edge=False,
+        title_justify="left",
     )
-    table.add_column("layer and its norm", overflow="fold")
+    table.add_column("layer, norm", overflow="fold")
     for name in ("heads", "worst", "bound", "gap"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("given max|v| in", no_wrap=True)
+    table.add_column("if max|v| in", no_wrap=True)
     table.add_column("certified for", no_wrap=True)
-    styles = {"certified for every input": "green", "not": "yellow", "no claim": "yellow"}
     for row in rows:
         bounds, worst = row["logit_bound_bits"], row["worst_head"]
         claimed = row["verdict"] != "no claim"
-        style = styles[row["verdict"]]
+        style = "green" if row["verdict"] == "certified for every input" else "yellow"
         norm = row["reason"].split(",")[0] if claimed else "no claim: see below"
         table.add_row(
             f"{escape(row['layer'])}\n[dim]{escape(norm)}[/dim]",
@@ -162,9 +164,10 @@ def _explain(
     words = [
         f"{certified} of {heads} heads are certified for every input at tolerance "
         f"{settings['tolerance']:.3g}, in {settings['dtype']}, with up to "
-        f"{settings['num_keys']:,} keys: no logit is larger than the bound, so the stabilizer "
-        "needs no statistics of the keys. Condition: the head's max|v| lies in the window shown, "
-        "which the kernel checks. An additive mask is not covered."
+        f"{settings['num_keys']:,} keys, where the budget is {_bits(rows[0]['budget_bits'])} bits: "
+        "no logit is larger than the bound, so the stabilizer needs no statistics of the keys. "
+        "Condition: the head's max|v| lies in the window shown, which the kernel checks. An "
+        "additive mask is not covered."
     ]
     if any(certificate.fewest_keys is not None for certificate in certificates):
         words.append(
@@ -173,9 +176,12 @@ def _explain(
     if certified < heads:
         words.append("The other heads are certified at run time, from their queries and keys.")
     console.print(Text(" ".join(words)))
+    first: dict[str, str] = {}
+    for row in rows:
+        first.setdefault(row["reason"], row["layer"])
     for reason, count in Counter(row["reason"] for row in rows).items():
-        noun = "layer" if count == 1 else "layers"
-        console.print(Text(f"  {count} {noun}: {reason}"))
+        which = first[reason] if count == 1 else f"{count} layers, {first[reason]} the first"
+        console.print(Text(f"  {which}: {reason}"))
 
 
 def _window(row: dict[str, Any]) -> str:

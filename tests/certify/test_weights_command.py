@@ -55,7 +55,8 @@ def test_table_says_which_layers_and_why(checkpoint: Path) -> None:
     assert rows["model.layers.2.self_attn"].rstrip().endswith("no claim")
     assert "4 of 12 heads are certified for every input" in result.output
     assert "RMSNorm per head, rotary pairs half a head apart" in result.output
-    assert "no QK norm: the layer has no q_norm.weight" in result.output
+    assert "  model.layers.2.self_attn: no QK norm: the layer has no q_norm.weight" in result.output
+    assert "  2 layers, model.layers.0.self_attn the first: RMSNorm per head" in result.output
 
 
 def test_files_agree_with_the_library(checkpoint: Path, tmp_path: Path) -> None:
@@ -173,6 +174,15 @@ def test_worst_head_is_named(tmp_path: Path) -> None:
     assert worst == 1
     (line,) = [line for line in run(tmp_path).output.splitlines() if "self_attn" in line]
     assert line.split()[1:4] == ["0/4", "1", f"{found.logit_bound[1]:.1f}"]
+
+
+def test_layers_certified_in_part_say_so(tmp_path: Path) -> None:
+    """Catches one good head standing for its layer."""
+    scenario = SCENARIOS["olmo2"]()
+    tensors = {f"{scenario.layer}.{name}": 0.8 * x for name, x in scenario.tensors.items()}
+    write_checkpoint(tmp_path, scenario.config, tensors)
+    (line,) = [line for line in run(tmp_path).output.splitlines() if "self_attn " in line]
+    assert line.split()[1] == "2/4" and line.rstrip().endswith("some heads")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
