@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
+from certify.recording import read_recording
+
 # 1,280 video tokens: more than one block of keys, so the fixed-stabilizer kernel runs.
 CLIP = {"height": 256, "width": 256, "num_frames": 17, "steps": 3}
 TOLERANCE = 1e-5
@@ -40,6 +42,8 @@ def generate(directory: Path, model: Path, **options: Any) -> Outcome:
         "dtype": "float32",
         "attention": "clis",
         "report": None,
+        "record": None,
+        "keep_tensors": 0,
         "compile_cache": None,
         **options,
     }
@@ -57,10 +61,14 @@ def generate(directory: Path, model: Path, **options: Any) -> Outcome:
 def runs(tiny_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """The same clip with each attention, float32."""
     root = tmp_path_factory.mktemp("runs")
-    report = {"report": root / "clis" / "report.html"}
+    files = {
+        "report": root / "clis" / "report.html",
+        "record": root / "clis" / "calls.safetensors",
+        "keep_tensors": 1,
+    }
     return {
         name: generate(
-            root / name, tiny_wan, attention=name, **CLIP, **(report if name == "clis" else {})
+            root / name, tiny_wan, attention=name, **CLIP, **(files if name == "clis" else {})
         )
         for name in ("clis", "online", "native")
     }
@@ -108,10 +116,14 @@ def test_nothing_is_compiled_after_the_first_step(runs: dict[str, Outcome], atte
 def test_a_warm_step_is_one_program_and_one_transfer(
     runs: dict[str, Outcome], attention: str
 ) -> None:
-    """Fault: a host sync inside a transformer call, an operation that falls back to the host."""
+    """Fault: a host sync inside a transformer call, an operation that falls back to the host.
+
+    A recording is moved to the host after each step, in one more transfer.
+    """
+    recorded = runs[attention].record["settings"]["record"] is not None
     for step in runs[attention].record["steps"][1:]:
         assert step["executions"] == 1
-        assert step["device_to_host"] == 1
+        assert step["device_to_host"] == 1 + recorded
         assert step["fallbacks"] == 0
 
 
@@ -135,12 +147,29 @@ def test_all_three_verdicts_occur(runs: dict[str, Outcome]) -> None:
         assert sum(row[verdict] for row in rows) > 0, verdict
 
 
+def test_recording_is_that_of_the_run(runs: dict[str, Outcome]) -> None:
+    """Fault: a step, guidance's second call, a layer or a verdict that is not recorded."""
+    rows = runs["clis"].record["certificates"]
+    recording = read_recording(runs["clis"].directory / "calls.safetensors")
+    assert recording.settings["prompt"] == runs["clis"].record["settings"]["prompt"]
+    assert recording.not_recorded == 0
+    counted = {}
+    for layer in recording.layers:
+        assert layer.passes.tolist() == list(range(2 * CLIP["steps"]))
+        assert len(layer.kept) == 1
+        for head in range(layer.settings.heads):
+            verdicts = layer.certificate[:, :, head, :, 0]
+            counted[layer.name, head] = [int((verdicts == code).sum()) for code in range(4)]
+    names = ("certified", "verified", "recomputed", "exact")
+    assert counted == {(row["layer"], row["head"]): [row[name] for name in names] for row in rows}
+
+
 def test_files_are_what_they_say(runs: dict[str, Outcome]) -> None:
     """Fault: a wrong number of frames, size or rate; a report without content; a stray file."""
     outcome = runs["clis"]
     names = {path.name for path in outcome.directory.iterdir()}
     expected = {"video.mp4", "video.png", "video.json", "latents.safetensors", "report.html"}
-    assert names == expected
+    assert names == expected | {"calls.safetensors"}
     with imageio.v2.get_reader(outcome.directory / "video.mp4") as reader:
         frames = [np.asarray(frame) for frame in reader]
         assert reader.get_meta_data()["fps"] == 8
