@@ -45,7 +45,9 @@ NUM_BINS = BITS_SHOWN // BITS_PER_BIN + 1
 PLANE_RANGE = (-256, 256)
 """Bits of proved and measured margin that the plane of both shows; what lies outside is clipped."""
 
-PLANE_BINS = (PLANE_RANGE[1] - PLANE_RANGE[0]) // BITS_PER_BIN
+BITS_PER_PLACE = 2
+
+PLANE_BINS = (PLANE_RANGE[1] - PLANE_RANGE[0]) // BITS_PER_PLACE
 
 NOT_RUN = len(VERDICTS)
 """Index of the blocks that the kernels did not run, after those of ``VERDICTS``."""
@@ -111,6 +113,14 @@ class AuditResult:
         for layer in self.layers:
             total += layer.verdicts.sum(axis=(0, 1))
         return tuple(int(count) for count in total)
+
+    @property
+    def as_run(self) -> dict[str, int]:
+        """Query blocks by the verdict of the run; those that the kernels did not run left out."""
+        total = np.zeros(NOT_RUN + 1, np.int64)
+        for layer in self.layers:
+            total += layer.as_run.sum(axis=0)
+        return {name: int(n) for name, n in zip(VERDICTS, total, strict=False) if n}
 
     @property
     def certified_share(self) -> float:
@@ -286,7 +296,7 @@ def _plane(judged: Judged, where: npt.NDArray[np.bool_]) -> Counts:
     both = where & np.isfinite(judged.margin) & np.isfinite(judged.measured)
     low, high = PLANE_RANGE
     index = [
-        (np.clip(axis[both], low, high - 1) - low).astype(np.int64) // BITS_PER_BIN
+        (np.clip(axis[both], low, high - 1) - low).astype(np.int64) // BITS_PER_PLACE
         for axis in (judged.margin, judged.measured)
     ]
     flat = np.bincount(index[0] * PLANE_BINS + index[1], minlength=PLANE_BINS**2)

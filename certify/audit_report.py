@@ -25,7 +25,7 @@ from certify.page import (
 )
 from certify.theorem import VERDICTS
 from certify.totals import MISSING, Totals, percent
-from certify.words import bits, power_of_two, why
+from certify.words import as_run, bits, power_of_two, why
 
 SHOWN_AT_ONCE = 16
 """Lines of a table that are not folded away."""
@@ -34,8 +34,8 @@ HEAD_COLUMNS = (
     "layer",
     "head",
     *VERDICTS,
-    "proved margin",
-    "measured margin",
+    "proved",
+    "measured",
     "error",
     "row sums",
     "bound",
@@ -99,7 +99,7 @@ def _number(count: int, what: str) -> str:
 
 def _checks(result: AuditResult) -> list[str]:
     """What speaks for or against the recorded numbers."""
-    parts = []
+    parts = [paragraph(as_run(result), "note")] if result.as_run else []
     faults = result.faults
     if faults:
         shown, more = faults[:20], len(faults) - 20
@@ -117,9 +117,9 @@ def _checks(result: AuditResult) -> list[str]:
         rows = sum(check.num_rows for check in checked)
         parts.append(
             box(
-                f"{rows:,} kept query rows of {len(checked)} heads were bounded again from their "
-                "queries and keys: their gaps are within those recorded, and the bounds enclose "
-                "the exact log-sum-exp.",
+                f"{_number(rows, 'kept query row')} of {_number(len(checked), 'head')} were "
+                "bounded again from their queries and keys: their gaps are within those recorded, and the "
+                "bounds enclose the exact log-sum-exp.",
                 alarm=False,
             )
         )
@@ -227,7 +227,11 @@ def _winners(result: AuditResult) -> list[str]:
 def _every_head(rows: Sequence[dict[str, Any]], worst: Sequence[BlockFacts]) -> str:
     both = sorted(zip(rows, worst, strict=True), key=lambda pair: _severity(pair[1]))
     lines = [_head_line(row, facts) for row, facts in both]
-    return _long_table(HEAD_COLUMNS, lines, text=("layer", "bound"))
+    note = (
+        "Proved and measured: the smallest margins in bits. Row sums: smallest and largest of the "
+        "worst query block. Bound: the tightest family of most blocks."
+    )
+    return paragraph(note, "note") + _long_table(HEAD_COLUMNS, lines, text=("layer", "bound"))
 
 
 def _head_line(row: dict[str, Any], facts: BlockFacts) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from certify.audit import BITS_PER_BIN, BITS_SHOWN, PLANE_RANGE, AuditResult
+from certify.audit import BITS_PER_BIN, BITS_PER_PLACE, BITS_SHOWN, PLANE_RANGE, AuditResult
 
 LARGEST_SHOWN = 250.0
 """Bits at which the colours of the heat maps end: about the whole room that float32 has."""
@@ -152,11 +152,11 @@ def proved_beside_measured(result: AuditResult) -> Any:
 
     plane = np.sum([layer.plane for layer in result.layers], axis=0)
     low, high = PLANE_RANGE
-    edges = np.arange(low, high + BITS_PER_BIN, BITS_PER_BIN)
+    edges = np.arange(low, high + BITS_PER_PLACE, BITS_PER_PLACE)
     figure, axes = _axes(7.0, 5.0)
     occupied = np.argwhere(plane)
     if len(occupied) <= FEW_POINTS:
-        centres = low + (occupied + 0.5) * BITS_PER_BIN
+        centres = low + (occupied + 0.5) * BITS_PER_PLACE
         axes.scatter(*centres.T, s=26, color=BAR_COLOUR, label="query blocks", zorder=3)
     else:
         counts = np.where(plane > 0, plane, np.nan).T

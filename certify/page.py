@@ -50,6 +50,7 @@ figure.wide img { min-width: 34rem; }
        background: var(--line); }
 .certified { background: #2a7f7a; } .verified { background: #8cc7b8; }
 .recomputed { background: #c9772c; } .exact { background: #aab4bd; }
+td.swatch { white-space: nowrap; }
 .key { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px;
        margin-right: .45rem; }
 .share { display: inline-block; height: .7rem; border-radius: 2px; background: var(--accent);
@@ -155,8 +156,9 @@ def verdict_section(overall: Totals) -> str:
         for name in VERDICTS
     )
     lines = "".join(
-        f'<tr><td><span class="key {name}"></span>{name}</td><td class="number">{shares[name]}</td>'
-        f'<td class="number">{counts[name]}</td><td>{escape(MEANING[name])}</td></tr>'
+        f'<tr><td class="swatch"><span class="key {name}"></span>{name}</td>'
+        f'<td class="number">{shares[name]}</td>'
+        f'<td class="number">{counts[name]:,}</td><td>{escape(MEANING[name])}</td></tr>'
         for name in VERDICTS
     )
     return (
@@ -171,7 +173,7 @@ def share_bars(counts: Sequence[tuple[str, int]], what: str) -> str:
     """Names with counts, as bars of their share."""
     total = max(sum(count for _, count in counts), 1)
     lines = "".join(
-        f'<tr><td>{escape(name)}</td><td class="number">{count}</td>'
+        f'<tr><td>{escape(name)}</td><td class="number">{count:,}</td>'
         f'<td class="number">{100.0 * count / total:.1f}%</td><td style="width:16rem">'
         f'<span class="share" style="width:{100.0 * count / total:.2f}%"></span></td></tr>'
         for name, count in counts

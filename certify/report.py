@@ -43,8 +43,9 @@ def verdict_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """
     body = lines(rows, condense=len(rows) > ROWS_SHOWN_SINGLY)
     overall = figures(Totals.of_rows(rows))
-    # Names of bounds are long: one caption says them for all.
-    shown = len(COLUMNS) - 1
+    # Names of bounds are long: one caption says them for all. "exact" only where it occurs.
+    exact = COLUMNS.index("exact")
+    hidden = {len(COLUMNS) - 1} | ({exact} if overall[exact - 2] in ("0%", MISSING) else set())
     table = Table(
         title="Attention verdicts by layer and head (margins in bits)",
         caption=None if overall[-1] == MISSING else _plain(f"bound used: {overall[-1]}"),
@@ -52,7 +53,9 @@ def verdict_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         padding=(0, 1, 0, 0),
         show_footer=len(rows) > 1,
     )
-    for name, total in zip(COLUMNS[:shown], ["all", "", *overall], strict=False):
+    for index, (name, total) in enumerate(zip(COLUMNS, ["all", "", *overall], strict=True)):
+        if index in hidden:
+            continue
         table.add_column(
             name,
             footer=_plain(total),
@@ -61,7 +64,7 @@ def verdict_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             overflow="fold",
         )
     for line in body:
-        table.add_row(*(_plain(cell) for cell in line[:shown]))
+        table.add_row(*(_plain(cell) for i, cell in enumerate(line) if i not in hidden))
     return table
 
 

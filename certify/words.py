@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from certify import arithmetic
+from certify.audit import AuditResult
 from certify.facts import BlockFacts
 from certify.judgement import (
     CONTRADICTION,
@@ -113,6 +114,12 @@ def _after_the_loop(facts: BlockFacts) -> str:
     if facts.tolerance != facts.recorded_tolerance:
         return "its row sums would leave the range at the stabilizer of this tolerance"
     return "the numerator or the output was not finite"
+
+
+def as_run(result: AuditResult) -> str:
+    """What the verdicts of the run were."""
+    ran = ", ".join(f"{count:,} {name}" for name, count in result.as_run.items())
+    return f"As run at tolerance {power_of_two(result.recorded_tolerance)}: {ran}."
 
 
 def needed(facts: BlockFacts) -> Iterator[str]:

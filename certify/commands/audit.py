@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from certify.arithmetic import DEFAULT_TOLERANCE
-from certify.audit import NOT_RUN, AuditResult
+from certify.audit import AuditResult
 from certify.commands.common import (
     MAKE_TENSORS,
     REFUSED,
@@ -35,7 +35,7 @@ from certify.report import verdict_table
 from certify.tensor_recording import CallOptions
 from certify.theorem import VERDICTS
 from certify.totals import percent
-from certify.words import power_of_two
+from certify.words import as_run, power_of_two
 
 EXAMPLE = f"""\b
 Example, with tensors made on the spot; the second line audits a recording of them:
@@ -145,14 +145,8 @@ def _print_summary(console: Console, result: AuditResult) -> None:
         f"{certified} of {total} query blocks are certified at tolerance "
         f"{power_of_two(result.tolerance)} ({shares or 'nothing recorded'}).",
     )
-    as_run = sum(layer.as_run.sum(axis=0) for layer in result.layers)
-    if total and as_run[:NOT_RUN].any():
-        ran = ", ".join(
-            f"{int(count)} {name}"
-            for name, count in zip((*VERDICTS, "not run"), as_run, strict=True)
-            if count
-        )
-        say(console, f"As run at tolerance {power_of_two(result.recorded_tolerance)}: {ran}.")
+    if result.as_run:
+        say(console, as_run(result))
     if result.not_recorded:
         say(console, f"{result.not_recorded} calls were left out of the recording.")
 

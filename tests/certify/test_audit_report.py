@@ -150,7 +150,7 @@ def test_an_alarm_is_loud_and_a_check_is_said() -> None:
     """Catches a contradiction that the page does not show."""
     recording = recorded(tensors(("gaussian 1",), rows=20, keys=40), keep_rows=20)
     calm = audit_page(audit_recording(recording), "title")
-    assert "20 kept query rows of 1 heads" in calm and 'class="alarm"' not in calm
+    assert "20 kept query rows of 1 head were" in calm and 'class="alarm"' not in calm
     layer = with_lane(recording.layers[0], "upper:auto", lambda bits: bits - 3.0)
     alarmed = audit_page(audit_recording(recording_of(layer)), "title")
     assert 'class="alarm"' in alarmed and "Do not rely on it" in alarmed
