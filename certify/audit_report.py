@@ -118,8 +118,8 @@ def _checks(result: AuditResult) -> list[str]:
         parts.append(
             box(
                 f"{_number(rows, 'kept query row')} of {_number(len(checked), 'head')} were "
-                "bounded again from their queries and keys: their gaps are within those recorded, and the "
-                "bounds enclose the exact log-sum-exp.",
+                "bounded again from their queries and keys: their gaps are within those recorded, "
+                "and the bounds enclose the exact log-sum-exp.",
                 alarm=False,
             )
         )
