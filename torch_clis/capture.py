@@ -77,13 +77,13 @@ def record(
             f"model: got {type(model).__name__}; give a torch.nn.Module, of a pipeline the part "
             "that attends, such as pipe.transformer."
         )
-    recorder = path if isinstance(path, Recorder) else None
-    if recorder is None:
+    if path is None:
+        raise ValueError("path: got None; give the file to write, or a Recorder.")
+    if isinstance(path, Recorder):
+        recorder = path
+    else:
         recorder = Recorder(
-            path,  # type: ignore[arg-type]
-            keep_tensors=keep_tensors,
-            max_bytes=max_bytes,
-            tolerance=tolerance,
+            path, keep_tensors=keep_tensors, max_bytes=max_bytes, tolerance=tolerance
         )
     mode = _RecordingMode(recorder, _ModuleStack(model, prefix))
     with mode.stack.watched(mode), mode:
@@ -255,9 +255,10 @@ def _lift(mode: TorchFunctionMode) -> list[TorchFunctionMode] | None:
 
 
 def _put_back(mode: TorchFunctionMode, above: list[TorchFunctionMode]) -> None:
-    """Undo `_lift`."""
-    for _ in above:
-        _pop_mode()
+    """Undo `_lift`, below those of the modes above it that are still on the stack."""
+    lifted: list[TorchFunctionMode] = []
+    while (stack := torch.overrides._get_current_function_mode_stack()) and stack[-1] in above:
+        lifted.append(_pop_mode())
     _push_mode(mode)
-    for other in reversed(above):
+    for other in reversed(lifted):
         _push_mode(other)

@@ -149,15 +149,18 @@ def test_names_and_pass_numbers(tmp_path: Path) -> None:
 
 def test_nested_recordings() -> None:
     """Fault: the inner block hides calls from the outer, or its own work is recorded by it."""
-    model = Model(Attention(), Attention())
+    model = Model(Attention(), _SelfAttention(), Attention())
     with torch_clis.record(model, Recorder()) as outer:
         with torch_clis.record(model.blocks[1], Recorder(), prefix="inner.") as inner:
-            model(_hidden())
-        model(_hidden())
+            model(_hidden(2, 7, 16))
+            depth = torch._C._len_torch_function_stack()
+            model(_hidden(2, 7, 16))
+            assert torch._C._len_torch_function_stack() == depth == 2
+        model(_hidden(2, 7, 16))
     found = {name: layer.passes.tolist() for name, layer in _layers(outer).items()}
-    assert found == {"blocks.0": [0, 1], "blocks.1": [0, 1]}
+    assert found == {name: [0, 1, 2] for name in ("blocks.0", "blocks.1.after", "blocks.2")}
     assert {name: layer.passes.tolist() for name, layer in _layers(inner).items()} == {
-        "inner.Attention": [0]
+        "inner.after": [0, 1]
     }
 
 
@@ -342,6 +345,8 @@ def test_a_model_without_calls(tmp_path: Path) -> None:
         pass
     with pytest.raises(TypeError, match=r"model: got dict; give a torch.nn.Module.*transformer"):
         torch_clis.record({}, path).__enter__()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"path: got None; give the file"):
+        torch_clis.record(torch.nn.Linear(2, 2), None).__enter__()  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"path: .* is a directory"):
         torch_clis.record(torch.nn.Linear(2, 2), tmp_path).__enter__()
     assert list(tmp_path.iterdir()) == []
