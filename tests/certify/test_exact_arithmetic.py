@@ -87,6 +87,21 @@ def test_bounds_enclose_the_exact_log_sum_exp(
                 assert np.isnan(upper) or not np.isfinite(upper) or true <= exact(upper)
 
 
+def test_the_enclosure_is_sharp() -> None:
+    """Equal keys: S and L moved by 1/100 bit towards each other no longer enclose.
+
+    Catches an oracle so wide that every bound would pass.
+    """
+    call = random_call(3, "identical 3", 20, 16, "float32", "none")
+    found = certify.certify(*call.arrays, **call.arguments, bounds="ball")
+    with precisely():
+        for row in range(4):
+            true = arb_oracle.log2_sum_exp2(exact_logits(call, row))
+            lower, upper = exact(found.lower[0, 0, row]), exact(found.upper[0, 0, row])
+            assert lower <= true and true <= upper
+            assert not lower + exact(0.01) <= true and not true <= upper - exact(0.01)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
