@@ -61,7 +61,13 @@ td.swatch { white-space: nowrap; }
 .alarm p, .fine p { margin: 0; max-width: none; } .alarm ul { margin: .4rem 0 0; }
 details > summary { cursor: pointer; color: var(--accent); margin: .6rem 0; }
 @media (max-width: 40rem) { body { padding: 1rem .9rem 3rem; font-size: 14px; }
-  td.words { min-width: 14rem; } th, td { padding-right: .6rem; } }
+  th, td { padding-right: .6rem; }
+  table.sentences thead { display: none; }
+  table.sentences tr { display: flex; flex-wrap: wrap; gap: 0 .8rem; padding: .4rem 0;
+                       border-bottom: 1px solid var(--line); }
+  table.sentences td { border: 0; padding: 0; }
+  table.sentences td.number::before { content: attr(data-label) " "; color: var(--soft); }
+  table.sentences td.words { flex-basis: 100%; min-width: 0; } }
 @media print { details > * { display: block; } }
 """
 
@@ -91,12 +97,16 @@ def table(
     text: Sequence[str] = (),
     words: Sequence[str] = (),
 ) -> str:
-    """A table. Columns named in ``text`` and ``words`` (sentences) are left-aligned."""
+    """A table. Columns named in ``text`` and ``words`` (sentences) are left-aligned.
+
+    On a narrow screen a line with sentences becomes a paragraph.
+    """
 
     def kind(name: str) -> str:
         return "words" if name in words else "name" if name in text else "number"
 
-    classes = [f' class="{kind(name)}"' for name in header]
+    label = ' data-label="{}"' if words else ""
+    classes = [f' class="{kind(name)}"{label.format(escape(name))}' for name in header]
 
     def row(cells: Sequence[str], tag: str) -> str:
         inside = zip(classes, cells, strict=True)
@@ -104,8 +114,10 @@ def table(
 
     body = "\n".join(row(line, "td") for line in lines)
     head = row(header, "th")
+    style = ' class="sentences"' if words else ""
     return (
-        f'<div class="scroll"><table><thead>{head}</thead><tbody>\n{body}\n</tbody></table></div>'
+        f'<div class="scroll"><table{style}><thead>{head}</thead><tbody>\n{body}\n</tbody></table>'
+        "</div>"
     )
 
 
