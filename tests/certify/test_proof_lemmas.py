@@ -137,12 +137,15 @@ def test_split_parts_lose_one_flush() -> None:
 
 @pytest.mark.parametrize("kernel", [BFLOAT16, FLOAT32], ids=lambda kernel: kernel.name)
 def test_kappa_covers_the_passes(kernel: KernelArithmetic) -> None:
-    """(1 + gamma_N) / (1 - gamma_N) and three percent more. Catches: the passes of a float32
-    product left out of N."""
+    """(1 + gamma_N) / (1 - gamma_N) and three percent more, N with the passes of one product.
+
+    Catches: a kappa that does not grow, and passes that are left out of N.
+    """
     for num_keys in [2**i + step for i in range(23) for step in (-1, 0, 1) if 2**i + step > 0]:
         if num_keys >= 2**22:
             continue
         terms = num_keys + (5 * 512 if kernel is FLOAT32 else 0)
+        assert kernel.summation_length(num_keys) >= terms
         needed = (1 + gamma(terms)) / (1 - gamma(terms)) * Fraction(103, 100)
         flush = Fraction(theorem.flush_scale(num_keys, kernel))
         assert flush >= needed * num_keys * Fraction(1, 2**126)
