@@ -35,6 +35,7 @@ class NormKind:
 
 RMS_PER_HEAD = NormKind("RMSNorm per head")
 RMS_JOINT = NormKind("RMSNorm over all heads", joint=True)
+RMS_PLAIN = NormKind("RMSNorm per head, no weights", learned=False)
 RMS_OFFSET = NormKind("RMSNorm per head, (1 + w)", offset=1.0)
 LAYER_PER_HEAD = NormKind("LayerNorm per head", centered=True)
 LAYER_HEAD_WEIGHTS = NormKind(
@@ -283,6 +284,30 @@ TRANSFORMERS_FAMILIES = (
         _language_rule(RMS_PER_HEAD, CHANNELS, names=("query_layernorm", "key_layernorm")),
         key_heads="num_key_value_heads",
         epsilon="rms_norm_eps",
+        causal=True,
+    ),
+    Family(
+        ("nanochat",),
+        _language_rule(RMS_PLAIN, CHANNELS),
+        key_heads="num_key_value_heads",
+        epsilon="rms_norm_eps",
+        causal=True,
+    ),
+    Family(
+        ("phi",),
+        _language_rule(LAYER_PER_HEAD, names=("q_layernorm", "k_layernorm")),
+        switch=("qk_layernorm", (True,), (False,)),
+        key_heads="num_key_value_heads",
+        epsilon="layer_norm_eps",
+        causal=True,
+        defaults={"partial_rotary_factor": 0.5, "qk_layernorm": False},
+    ),
+    Family(
+        ("qwen3_vl",),
+        _language_rule(RMS_PER_HEAD),
+        key_heads="num_key_value_heads",
+        epsilon="rms_norm_eps",
+        text_config="text_config",
         causal=True,
     ),
     *(

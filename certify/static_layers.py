@@ -182,7 +182,8 @@ class _LayerReader:
         for rule in self.family.rules:
             if re.search(rule.pattern, self.layer.name):
                 return rule
-        raise _NoClaimError(f"not a layer that is known of {class_name(self.checkpoint.config)}")
+        name = class_name(self.checkpoint.config)
+        raise _NoClaimError(f"not one of the layers of {name} that are known")
 
     def switched_on(self) -> bool:
         if self.family.switch is None:

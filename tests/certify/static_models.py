@@ -65,6 +65,34 @@ def _gemma3_with_images() -> nn.Module:
     return transformers.Gemma3Model(config)
 
 
+def _qwen3_with_images() -> nn.Module:
+    config = transformers.Qwen3VLConfig(
+        text_config={
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": HEAD_DIM,
+            "vocab_size": 64,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 2, 2],
+            },
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    )
+    return transformers.Qwen3VLModel(config)
+
+
 def _diffusers(class_name: str, call: Any, *, reach: float = 0.4, **config: Any) -> TinyModel:
     return TinyModel(class_name, lambda: getattr(diffusers, class_name)(**config), call, reach)
 
@@ -495,6 +523,11 @@ LANGUAGE_MODELS = (
     _language("Qwen3Model", "Qwen3Config", "Qwen3 with YaRN", rope_parameters=_YARN),
     _language("Gemma3TextModel", "Gemma3TextConfig", query_pre_attn_scalar=4),
     TinyModel(
+        "Qwen3 with images",
+        _qwen3_with_images,
+        inputs(input_ids=torch.arange(1, 2 * TOKENS + 1).reshape(2, TOKENS)),
+    ),
+    TinyModel(
         "Gemma3 with images",
         _gemma3_with_images,
         inputs(input_ids=torch.arange(1, 2 * TOKENS + 1).reshape(2, TOKENS)),
@@ -516,6 +549,8 @@ LANGUAGE_MODELS = (
         vq_config={"base_channels": 32, "num_res_blocks": 1, "channel_multiplier": [1]},
         vocabulary_map={"<image>": 60},
     ),
+    _language("NanoChatModel", "NanoChatConfig"),
+    _language("PhiModel", "PhiConfig", qk_layernorm=True),
     _language("Exaone4Model", "Exaone4Config"),
     _language("ApertusModel", "ApertusConfig"),
     _language("Dots1Model", "Dots1Config", first_k_dense_replace=2),

@@ -131,10 +131,10 @@ MUTANTS = [
         "every_slack_is_there",
     ),
     bounds(
-        "rounding of the variance left out",
-        static_bounds._count_roundings,
-        "CENTERING_ROUNDINGS if norm.centered else {}",
-        "{}",
+        "error of the variance left out",
+        static_bounds._reach,
+        "math.sqrt(1.0 - VARIANCE_ERROR) if norm.centered else 1.0",
+        "1.0",
         "every_slack_is_there",
     ),
     bounds(

@@ -172,7 +172,7 @@ def test_worst_head_is_named(tmp_path: Path) -> None:
     (found,) = static_certificates(tmp_path)
     worst = int(np.argmax(found.logit_bound))
     assert worst == 1
-    (line,) = [line for line in run(tmp_path).output.splitlines() if "self_attn" in line]
+    (line,) = [line for line in run(tmp_path).output.splitlines() if "self_attn " in line]
     assert line.split()[1:4] == ["0/4", "1", f"{found.logit_bound[1]:.1f}"]
 
 
