@@ -168,8 +168,9 @@ def logit_bound(
 
 
 def soft_cap_bound(cap: float) -> float:
-    """Bits: a logit after cap * tanh(logit / cap), natural units, evaluated in float32."""
-    bits = abs(cap) * math.log2(math.e) * (1.0 + arithmetic.COEFFICIENT_SLACK)
+    """Bits: a logit after cap * tanh(logit / cap), natural units, where query . key is finite."""
+    bits = abs(cap) * math.log2(math.e) * (1.0 + arithmetic.TANH_ERROR)
+    bits = bits * (1.0 + arithmetic.COEFFICIENT_SLACK)
     return float(round_up(np.asarray(bits + arithmetic.EVALUATION_SLACK)))
 
 

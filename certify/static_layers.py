@@ -119,7 +119,9 @@ def layer_bound(
     if cap is not None:
         capped = np.float32(soft_cap_bound(reader.number(family.soft_cap)))
         bound = np.minimum(bound, capped).astype(np.float32)
-        reason = f"soft cap of {cap:g}, which the call must be given; {reason}"
+        reason = (
+            f"soft cap of {cap:g}, if the call is given it and its products are finite; {reason}"
+        )
     return bound, reason
 
 
