@@ -14,6 +14,7 @@ import numpy as np
 
 from certify import arithmetic, bounds, theorem
 from certify.arithmetic import BFLOAT16, arithmetic_for
+from certify.formats import Float32
 from jax_kernels import forward
 from jax_kernels.config import BlockSizes, Problem
 from tests.certify import emulator
@@ -135,10 +136,13 @@ def _run_kernel(cases: list[Scenario], dtype: str) -> _KernelRun:
         if np.isnan(case.logits[1]).any():
             key[0, :, head, 1] = 0.0
             query[0, case.odd, head, 1] = np.nan
-    arrays: list[Any] = [
-        jnp.asarray(array.reshape(1, array.shape[1], -1), dtype) for array in (query, key, value)
-    ]
-    result = forward.attention_forward(*arrays, problem, "clis", jnp.zeros(heads))
+
+    def columns(array: Float32) -> Any:
+        return jnp.asarray(array.reshape(1, array.shape[1], -1), dtype)
+
+    result = forward.attention_forward(
+        columns(query), columns(key), columns(value), problem, "clis", jnp.zeros(heads)
+    )
     out = np.asarray(result.out.astype(jnp.float32), np.float64)
     return _KernelRun(
         out.reshape(ROWS, heads, DIM)[..., 0], np.asarray(result.certificate[0], np.float64)
