@@ -72,6 +72,7 @@ class LayerAudit:
         plane: int64 [PLANE_BINS, PLANE_BINS], proved margin by measured margin.
         overclaimed: blocks whose run claimed what their numbers do not prove.
         refuted: blocks whose row sums lie where their bounds do not let them lie.
+        disputed: blocks that the run recomputed though their numbers certify them.
         kept: the rows that were kept, bounded again.
     """
 
@@ -91,6 +92,7 @@ class LayerAudit:
     plane: Counts
     overclaimed: int
     refuted: int
+    disputed: int
     kept: tuple[KeptCheck, ...]
 
 
@@ -150,6 +152,11 @@ class AuditResult:
                 lines.append(
                     f"{layer.name}: the row sums of {layer.refuted} query blocks lie outside of "
                     "what their bounds promise"
+                )
+            if layer.disputed:
+                lines.append(
+                    f"{layer.name}: the run recomputed {layer.disputed} query blocks that their "
+                    "recorded numbers certify"
                 )
             contradictions = int(layer.reasons[:, CONTRADICTION].sum())
             if contradictions:
@@ -268,6 +275,7 @@ def _audit_layer(
         plane=_plane(judged, there),
         overclaimed=int(np.sum(judged.overclaimed)),
         refuted=int(np.sum(judged.refuted & there)),
+        disputed=int(np.sum(judged.disputed)),
         kept=tuple(check_kept(layer, recording.fields)),
     )
 

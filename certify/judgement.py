@@ -69,6 +69,7 @@ class Judged(NamedTuple):
         error: proven |o - o_exact| / max|v| beyond rounding; inf where nothing is proved.
         overclaimed: bool, the run claimed what its recorded numbers do not prove.
         refuted: bool, the row sums lie where the bounds do not let them lie.
+        disputed: bool, the run recomputed what its recorded numbers certify.
     """
 
     verdict: npt.NDArray[np.int8]
@@ -86,6 +87,7 @@ class Judged(NamedTuple):
     error: Float32
     overclaimed: npt.NDArray[np.bool_]
     refuted: npt.NDArray[np.bool_]
+    disputed: npt.NDArray[np.bool_]
 
 
 def lanes_of(layer: LayerPasses, fields: Sequence[str]) -> dict[str, Float32]:
@@ -157,7 +159,7 @@ def _judge(
     gap = np.where(promised, np.fmin(gap, lanes["run:gap"]), gap).astype(np.float32)
     choice = theorem.choose_stabilizer(upper, lower, lower, head, xp=np)
     sees_nothing = lanes["visible_rows"] == 0
-    proved = choice.certified & known & sensible
+    proved = choice.certified & sensible
     proved = proved | (promised & (gap <= head.budget)) | sees_nothing
     reason = _reasons(lanes, proved, known & sensible, gap, head, upper, lower)
     low, high = _row_sums(lanes)
@@ -197,6 +199,7 @@ def _judge(
         error=np.where(sees_nothing, 0.0, error).astype(np.float32),
         overclaimed=overclaimed & comparable,
         refuted=_refuted(verdict, as_run, margin, measured) & comparable & ~promised,
+        disputed=(as_run == RECOMPUTED) & proved & (margin > AGREEMENT) & comparable,
     )
 
 

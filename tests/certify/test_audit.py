@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -194,7 +195,8 @@ def test_row_sums_from_exact_logits() -> None:
 def test_what_nothing_is_known_of() -> None:
     """Blocks without a record, without a visible row. Catches them counted as proved or failed."""
     nothing = dict.fromkeys(block(), math.nan)
-    result = audit_recording(recording_of(layer_of([nothing, block(visible_rows=0.0)])))
+    unseen = block(500.0, visible_rows=0.0, row_sums=(math.nan, math.nan))
+    result = audit_recording(recording_of(layer_of([nothing, unseen])))
     assert verdicts(result) == [[0, 0, 0, 0], [1, 0, 0, 0]]
     assert result.layers[0].worst[0].verdict == "not recorded"
     empty = audit_recording(recording_of())
@@ -209,6 +211,13 @@ def test_promised_heads() -> None:
     ]
     assert judged_heads([block(500.0)] * 2, run=run)[0] == "certified"
     assert judged_heads([block(500.0)] * 2, run=run, family="ball")[0] != "certified"
+
+
+def test_a_promise_needs_its_budget() -> None:
+    """Catches a promise that certifies whatever its gap."""
+    code = certify.BOUND_NAMES.index("weights")
+    run = [{"verdict": CERTIFIED, "bound_used": code, "gap": gap} for gap in (300.0, math.nan)]
+    assert judged_heads([block(500.0)] * 2, run=run) == ["recomputed"] * 2
 
 
 def test_recomputed_heads_of_real_numbers() -> None:
@@ -245,6 +254,41 @@ def test_other_tolerances_claim_no_more_than_a_recording_made_with_them() -> Non
                 agreed += int(np.sum(predicted[:, VERIFIED] * actual[:, VERIFIED]))
                 claims += int(np.sum(actual[:, VERIFIED]))
     assert claims > 20 and agreed >= 0.9 * claims
+
+
+def test_row_sums_move_with_the_tolerance() -> None:
+    """Stabilizers of uncertified rows rise and fall with it. Catches a move that is lost."""
+
+    def verdict(high: float, tolerance: float, low: float = -50.0) -> str:
+        head = block(500.0, row_sums=(low, high), value=1.0)
+        return judged_heads([head], tolerance=tolerance)[0]
+
+    same, smaller, larger = 2.0**-12, 2.0**-14, 2.0**-8
+    assert [verdict(124.5, same), verdict(124.95, same)] == ["verified", "recomputed"]
+    # It falls by log2((2^-12 - E_arg) / (2^-14 - E_arg)) = 2.3 bits, and 1.5 for its grid.
+    assert [verdict(high, smaller) for high in (120.8, 121.3)] == ["verified", "recomputed"]
+    # At a larger one it rises by 4.1 bits, 1.5 aside, and what was proved stays proved.
+    assert [verdict(high, larger) for high in (127.3, 127.7)] == ["verified", "recomputed"]
+    assert [verdict(124.5, t) for t in (same * 1.001, larger, 0.5)] == ["verified"] * 3
+    nearly = [verdict(high, same / 1.001) for high in (123.3, 123.6)]
+    assert nearly == ["verified", "recomputed"]
+    assert verdict(0.0, larger, low=-120.0) == "recomputed"
+
+
+def test_errors_are_those_of_the_theorem() -> None:
+    """kappa d (2 + 1/V) + E_arg by hand from L, or from the row sums. Catches one for another."""
+    sums = [{"verdict": VERIFIED, "row_sum_min": 2.0**-100, "row_sum_max": 1.0}]
+    losses = 1.0625 * 1000 * 2.0**-126 * (2.0 + 1.0 / 2.0)
+    made = recording_of(layer_of([block(500.0)], run=sums))
+    by_sums = losses / 2.0**-100 + arithmetic.ARGUMENT_ERROR
+    assert audit_recording(made).layers[0].worst[0].error == pytest.approx(by_sums, rel=1e-3)
+    assert audit_recording(made, tolerance=0.01).layers[0].worst[0].error == pytest.approx(0.01)
+    facts = audit_recording(recording_of(layer_of([block(190.0)]))).layers[0].worst[0]
+    unknown = block(190.0, row_sums=(math.nan, math.nan))
+    facts = audit_recording(recording_of(layer_of([unknown]))).layers[0].worst[0]
+    least = 2.0 ** (10.0 - facts.stabilizer)
+    lowest = losses / least + arithmetic.ARGUMENT_ERROR
+    assert lowest <= facts.error <= losses / (0.49 * least) + arithmetic.ARGUMENT_ERROR
 
 
 @settings(max_examples=200, deadline=None)
@@ -329,8 +373,6 @@ def test_counts_by_call_and_head() -> None:
 
 
 def settings_with_blocks(layer: LayerPasses, blocks: int) -> Any:
-    import dataclasses
-
     return dataclasses.replace(layer.settings, num_queries=blocks * layer.settings.block_q)
 
 
@@ -377,7 +419,7 @@ def test_kept_rows_agree(options: dict[str, Any], dtype: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"soft_cap": 50.0}])
 def test_tampered_numbers_are_found(options: dict[str, Any]) -> None:
     """Gaps half a bit smaller, V and n changed. Catches a check that compares nothing."""
-    recording = recorded(tensors(rows=64, keys=200), keep_rows=64, **options)
+    recording = recorded(tensors(rows=200, keys=200), keep_rows=50, **options)
     families = [f for f in recording.families if f != "soft cap" or "soft_cap" in options]
     changes: list[tuple[str, Any, str]] = [
         (f"{side}:{family}", lambda bits, s=sign: bits + s * (1.0 + 0.01 * abs(bits)), family)
@@ -395,10 +437,35 @@ def test_tampered_numbers_are_found(options: dict[str, Any]) -> None:
         assert any(word in line for line in result.faults), (field, result.faults)
 
 
+def test_kept_rows_of_several_blocks() -> None:
+    """Each row beside its own block. Catches rows compared with the first block's record."""
+    whole = recorded(tensors(("gaussian 15", "clusters"), rows=96, keys=200), keep_rows=12)
+    layer = whole.layers[0]
+    arrays = tensors(("gaussian 15", "clusters"), rows=96, keys=200)
+    query = arrays["query"].values.copy()
+    query[:, 48:] *= 4.0
+    louder = {**arrays, "query": type(arrays["query"])(query, "bfloat16")}
+    bounds = certify.record(*louder.values(), scale=SCALE, block_q=48)[None]
+    kept = recorded(louder, keep_rows=12).layers[0].kept
+    made = LayerPasses(
+        "layer",
+        dataclasses.replace(layer.settings, block_q=48),
+        bounds,
+        np.full((*bounds.shape[:4], 7), np.nan, np.float32),
+        layer.passes,
+        kept,
+    )
+    assert audit_recording(recording_of(made)).faults == []
+
+
+def test_calls_have_different_numbers() -> None:
+    """Catches a call counted twice."""
+    with pytest.raises(ValueError, match="same index"):
+        layer_of([block()], passes=(1, 1))
+
+
 def test_kept_rows_behind_a_mask_are_said_to_be_unchecked() -> None:
     """Catches a check that passes for want of a mask."""
-    import dataclasses
-
     layer = recorded(tensors(rows=20, keys=60), keep_rows=2).layers[0]
     masked = dataclasses.replace(layer, settings=dataclasses.replace(layer.settings, masked=True))
     checks = kept_checks(recording_of(masked))
@@ -407,12 +474,14 @@ def test_kept_rows_behind_a_mask_are_said_to_be_unchecked() -> None:
 
 def test_row_sums_refute_bounds() -> None:
     """Without any kept row: S or L moved across the exact sum. Catches bounds taken on trust."""
-    recording = recorded(tensors(("gaussian 1", "gaussian 15"), keys=512), row_sums=True)
+    recording = recorded(tensors(("gaussian 15",), keys=2048))
     assert audit_recording(recording).faults == []
-    for field, sign in (("upper:auto", -1.0), ("lower:auto", 1.0)):
-        moved = with_lane(recording.layers[0], field, lambda bits, s=sign: bits + s * 60.0)
+    layer = recording.layers[0]
+    gap = audit_recording(recording).layers[0].worst[0].gap
+    for field, sign in (("upper:auto", -0.9), ("lower:auto", 0.9)):
+        moved = with_lane(layer, field, lambda bits, s=sign: bits + s * gap)
         faults = audit_recording(recording_of(moved)).faults
-        assert any("row sums" in line or "lower bound above" in line for line in faults), field
+        assert len(faults) == 1 and "row sums of 1 query blocks" in faults[0], (field, faults)
 
 
 def test_runs_that_claim_too_much() -> None:
@@ -422,5 +491,8 @@ def test_runs_that_claim_too_much() -> None:
         made = layer_of([block(500.0)], run=[{"verdict": verdict, **sums}])
         faults = audit_recording(recording_of(made)).faults
         assert len(faults) == expected, (verdict, faults)
+    nothing = layer_of([block(), block(visible_rows=0.0)], run=[{"verdict": RECOMPUTED}] * 2)
+    faults = audit_recording(recording_of(nothing)).faults
+    assert len(faults) == 1 and "recomputed 2 query blocks" in faults[0]
     fine = {"verdict": CERTIFIED, "row_sum_min": 0.5, "row_sum_max": 2.0}
     assert audit_recording(recording_of(layer_of([block()], run=[fine]))).faults == []

@@ -250,8 +250,6 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=next(reversed(wrong))):
             settings_of(**{"heads": 1, **wrong})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="same index"):
-        layer_of([block()], passes=(1, 1))
 
 
 def test_merge() -> None:
