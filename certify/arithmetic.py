@@ -73,6 +73,13 @@ TANH_ERROR = 2.0**-20
 """Relative error of tanh and of the division and product around it, of the machine and of the bound
 together: sixteen units in the last place, an assumption."""
 
+SPLIT_ERROR = 2.0**-15
+"""Relative error of a number held as two bfloat16 halves, the first cut off after eight bits and
+the second rounded."""
+
+SQUARES_ERROR = 2.0**-9 + 2.0**-16
+"""Relative error of a norm whose squares are rounded to bfloat16 (half of their own 2^-8)."""
+
 EVALUATION_SLACK = 2.0**-10
 """Bits added outward to every bound for the error of exp2, log2 and float32 addition in the bound's
 own evaluation (a few hundred terms: below 2^-13), and for products of a logit that are flushed."""

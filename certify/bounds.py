@@ -19,7 +19,7 @@ import math
 from typing import Any, NamedTuple
 
 from certify import arithmetic
-from certify.summary import EMPTY, Array, norm_above
+from certify.summary import EMPTY, Array
 
 BOUND_NAMES = (
     "none",
@@ -95,20 +95,26 @@ def ball_reach(reach: Array, query_norm: Array) -> Array:
     return reach * query_norm
 
 
-def scaled_reach(scaled_radius: Array, scaled_query_norm: Array) -> Array:
-    """The same with channels scaled: |q s| max |(k - c) / s|, for any positive s."""
-    return scaled_radius * scaled_query_norm
+def scaled_reach(scaled_radius: Array, scaled_query_norm: Array, slack: Array) -> Array:
+    """The same with channels scaled: |q s| max |(k - c) / s|, for any positive s.
+
+    Args:
+        slack: for the rounding of the logits, bits.
+    """
+    return scaled_radius * scaled_query_norm * (1.0 + arithmetic.COEFFICIENT_SLACK) + slack
 
 
-def box_reach(half_width: Array, query: Array, *, matmul: Any, xp: Any) -> Array:
+def box_reach(half_width: Array, query: Array, slack: Array, *, matmul: Any, xp: Any) -> Array:
     """The same in a box: sum_d |q_d| h_d, [..., rows, queries].
 
     Args:
-        half_width: [..., rows, head_dim]; query: [..., queries, head_dim].
+        half_width: [..., rows, head_dim].
+        query: [..., queries, head_dim].
+        slack: for the rounding of the logits, bits.
     """
-    slack = 1.0 + arithmetic.dot_slack(arithmetic.MATMUL_PASSES * (query.shape[-1] + 4))
+    factor = 1.0 + arithmetic.dot_slack(arithmetic.MATMUL_PASSES * (query.shape[-1] + 4))
     flushed = query.shape[-1] * arithmetic.SMALLEST_NORMAL
-    return matmul(half_width, xp.swapaxes(xp.abs(query), -1, -2)) * slack + flushed
+    return matmul(half_width, xp.swapaxes(xp.abs(query), -1, -2)) * factor + (flushed + slack)
 
 
 def soft_capped(logits: Array, cap: float, *, xp: Any) -> Array:
@@ -162,6 +168,7 @@ def log_add_exp2(first: Array, second: Array, *, xp: Any) -> Array:
 def row_bounds(
     rows: Exponents,
     grid_origin: Array | None,
+    scaled: Array | None = None,
     *,
     num_sentinels: int,
     num_blocks: int,
@@ -173,6 +180,8 @@ def row_bounds(
     Args:
         rows: of the summary's rows: sentinels first, then blocks, then the ball.
         grid_origin: [..., 1, queries], a logit of the row; None: L.
+        scaled: bool [..., rows, queries], where the scaled reach was the smaller; the last row
+            decides what the bound is called.
         family: "auto" takes the better of blocks and ball per row; "ball" the ball alone; another
             name takes the blocks alone and says by which reach their exponents came about.
     """
@@ -193,6 +202,9 @@ def row_bounds(
     if family == "auto":
         code = xp.where(upper <= upper_ball, code, xp.zeros_like(upper) + ball_code)
         upper, lower = xp.minimum(upper, upper_ball), xp.maximum(lower, lower_ball)
+        if scaled is not None:
+            scaled_code = xp.zeros_like(upper) + code_of("scaled" + suffix)
+            code = xp.where(scaled[..., ball : ball + 1, :], scaled_code, code)
     origin = lower if grid_origin is None else grid_origin
     if num_sentinels:
         singles = (log_sum_exp2(side[..., :first_block, :], xp=xp) for side in rows)
@@ -223,11 +235,6 @@ def promised_bounds(logit_bound: Array, *, num_keys: int, xp: Any) -> RowBounds:
         code=zero + code_of("weights"),
         grid_origin=zero,
     )
-
-
-def scaled_query_norm(query: Array, channel_scale: Array, *, xp: Any) -> Array:
-    """Upper bound on |q s|, [..., queries], for queries [..., queries, head_dim]."""
-    return norm_above(query * channel_scale[..., None, :], xp=xp)
 
 
 def log2_of_count(count: Array, *, xp: Any) -> Array:

@@ -51,7 +51,7 @@ class Certificate:
             this precision rounds (the range error); inf where the row is not certified.
         lse_error_bound: float32 [B, H, S_q], nats; the same of the log-sum-exp.
         rounding_bound: float32 [B, H, S_q]; what any attention in this precision may round,
-            relative to max|v| (the rounding error, kept apart).
+            relative to max|v| of the keys that the row sees (the rounding error, kept apart).
         gap: float32 [B, H, S_q], bits: S - L, upper minus lower bound on the row's log-sum-exp; inf
             where an input is not finite.
         budget: float32 [B, H, S_q], bits that the theorem allows; -inf where nothing can be proved.

@@ -20,13 +20,16 @@ from certify.summary import (
     KEYS_PER_BLOCK,
     NUM_SENTINELS,
     Array,
-    BlockShapes,
     KeySummary,
     MatMul,
-    block_shapes,
-    choose_channel_scale,
+    box_half_width,
+    channel_scale_bits,
     summarize_keys,
 )
+
+
+MOST_BLOCKS = 2**13
+"""Rows of a summary, at most: what ``arithmetic.EVALUATION_SLACK`` pays for."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,20 @@ class Backend:
         xp: numpy or jax.numpy.
         split: dtype name and float32 values -> the pair that the kernel multiplies.
         matmul: float32 matrix product at full precision.
+        on_bits: float32 values -> those whose bits (int32) a function makes of theirs.
     """
 
     xp: Any
     split: Callable[[str, Array], tuple[Array, Array]]
     matmul: MatMul
+    on_bits: Callable[[Array, Callable[[Array], Array]], Array]
 
 
-NUMPY = Backend(np, split_for, np.matmul)
+def _on_bits(values: Array, function: Callable[[Array], Array]) -> Array:
+    return function(np.ascontiguousarray(values).view(np.int32)).view(np.float32)
+
+
+NUMPY = Backend(np, split_for, np.matmul, _on_bits)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class HeadKeys:
 
     Attributes:
         rows: the summary, [sentinels | blocks | ball].
-        shapes: of the blocks.
+        half_width: float32 [blocks, D], the blocks' boxes.
         position: int [sentinels], where the sentinels lie; 0 where there is none.
         membership: float32 [blocks, sentinels], 1 where the sentinel lies in the block.
         rest: float32 [blocks], keys of the block that are not sentinels.
@@ -61,7 +70,7 @@ class HeadKeys:
     """
 
     rows: KeySummary
-    shapes: BlockShapes
+    half_width: Array
     position: Array
     membership: Array
     rest: Array
@@ -113,7 +122,7 @@ def head_keys(
     """
     xp = backend.xp
     num_keys = key.shape[0]
-    statistics_block = min(statistics_block, num_keys)
+    statistics_block = max(min(statistics_block, num_keys), -(-num_keys // MOST_BLOCKS))
     blocks = -(-num_keys // statistics_block)
     padded = -(-blocks * statistics_block // NUM_SENTINELS) * NUM_SENTINELS
     length = blocks * statistics_block
@@ -128,7 +137,9 @@ def head_keys(
     count = xp.sum(by_block(inside).astype(xp.float32), axis=1)
     mean = xp.sum(by_block(key), axis=1) / xp.maximum(count, 1.0)[:, None]
     difference = xp.where(by_block(inside)[..., None], by_block(key) - mean[:, None, :], 0.0)
-    squared = _not_a_number_is_far(xp.sum(difference * difference, axis=-1), xp)
+    # Squares as the device has them, rounded to bfloat16.
+    squares = backend.split("bfloat16", difference * difference)[0]
+    squared = _not_a_number_is_far(xp.sum(squares, axis=-1), xp)
     distance = xp.where(by_block(inside), squared, -1.0).reshape(-1)
     distance = xp.pad(distance, (0, padded - length), constant_values=-1.0)
 
@@ -141,15 +152,18 @@ def head_keys(
     others = by_block(inside) & ~chosen
     in_block = position[None, :] // statistics_block == xp.arange(blocks)[:, None]
     membership = (in_block & present[None, :]).astype(xp.float32)
-    channel_scale = choose_channel_scale(_mean_square(difference[:1], count[:1], xp), xp=xp)
-    scaled = difference / channel_scale
-    scaled_squared = _not_a_number_is_far(xp.sum(scaled * scaled, axis=-1), xp)
+    mean_square = _mean_square(difference[0], count[0], xp)
+    channel_scale = backend.on_bits(mean_square, channel_scale_bits)
+    inverse = 1.0 / channel_scale
+    scaled_squared = _not_a_number_is_far(xp.sum(squares * (inverse * inverse), axis=-1), xp)
 
     rows = summarize_keys(
         block_mean=mean,
         block_count=count,
         radius_squared=xp.max(xp.where(others, squared, 0.0), axis=1),
         spread_squared=xp.max(xp.where(by_block(inside), squared, 0.0), axis=1),
+        scaled_squared=xp.max(xp.where(others, scaled_squared, 0.0), axis=1),
+        channel_scale=channel_scale,
         sentinels=xp.where(present[:, None], key[position], 0.0),
         membership=membership,
         keys_per_block=statistics_block,
@@ -165,16 +179,14 @@ def head_keys(
         rows = rows._replace(log2_count=log2_count.astype(xp.float32))
     first = int(position.shape[0])
     rest = count - xp.sum(membership, axis=1)
-    shapes = block_shapes(
-        difference_max=xp.max(xp.where(others[..., None], xp.abs(difference), 0.0), axis=1),
-        scaled_squared=xp.max(xp.where(others, scaled_squared, 0.0), axis=1),
-        channel_scale=channel_scale,
-        block_mean=mean,
-        center=(rows.high + rows.low)[first : first + blocks],
-        occupied=rest > 0,
+    half_width = box_half_width(
+        xp.max(xp.where(others[..., None], xp.abs(difference), 0.0), axis=1),
+        mean,
+        (rows.high + rows.low)[first : first + blocks],
+        rest > 0,
         xp=xp,
     )
-    return HeadKeys(rows, shapes, position, membership, rest, statistics_block)
+    return HeadKeys(rows, half_width, position, membership, rest, statistics_block)
 
 
 def _not_a_number_is_far(squared: Array, xp: Any) -> Array:
@@ -183,8 +195,7 @@ def _not_a_number_is_far(squared: Array, xp: Any) -> Array:
 
 def _mean_square(difference: Array, count: Array, xp: Any) -> Array:
     """[D], over the first block of keys: any scale is sound, and this one is known early."""
-    total = xp.sum(difference * difference, axis=(0, 1))
-    return total / xp.maximum(xp.sum(count), 1.0)
+    return xp.sum(difference * difference, axis=0) / xp.maximum(count, 1.0)
 
 
 def scaled_query(query: Array, dtype: str, scale: float, *, backend: Backend = NUMPY) -> Array:

@@ -21,7 +21,6 @@ from certify.bounds import (
     exponents,
     masked_exponents,
     row_bounds,
-    scaled_query_norm,
     scaled_reach,
 )
 from certify.keys import NUMPY, Backend, HeadKeys
@@ -57,6 +56,14 @@ class Queries(NamedTuple):
     own_key: Array | None = None
 
 
+class _HeadExponents(NamedTuple):
+    """Exponents of a head's summary rows, its logits, and where the scaled reach was smaller."""
+
+    sides: Exponents
+    logits: Array
+    scaled: Array | None
+
+
 @dataclass(frozen=True)
 class HeadBounds:
     """Everything to bound rows with.
@@ -77,8 +84,9 @@ class HeadBounds:
     def evaluate(self, queries: Queries, name: str) -> RowBounds:
         """S and L, each [queries], by one family or "auto" (what the kernels evaluate).
 
-        "auto" takes, per row, the better of blocks and ball beside the sentinels; under a mask also
-        the row's own key, and under a soft cap the cap itself.
+        "auto" takes, per row, the better of blocks and ball beside the sentinels, for each the
+        smaller of the plain and the channel-scaled reach; under a mask also the row's own key, and
+        under a soft cap the cap itself.
         """
         xp = self.backend.xp
         family = name.removesuffix(SENTINELS_SUFFIX)
@@ -87,10 +95,11 @@ class HeadBounds:
             return self._by_cap(queries)
         keys = self.summarize(with_sentinels)
         seen = None if queries.rows is None else seen_by(queries.rows, keys, xp=xp)
-        rows, logits = self._exponents(queries, keys, family, seen)
+        found = self._exponents(queries, keys, family, seen)
         bounds = row_bounds(
-            rows,
-            self._grid_origin(logits, keys, seen),
+            found.sides,
+            self._grid_origin(found.logits, keys, seen),
+            found.scaled,
             num_sentinels=keys.num_sentinels,
             num_blocks=keys.num_blocks,
             xp=xp,
@@ -114,30 +123,35 @@ class HeadBounds:
 
     def _exponents(
         self, queries: Queries, keys: HeadKeys, family: str, seen: Seen | None
-    ) -> tuple[Exponents, Array]:
+    ) -> _HeadExponents:
         xp, matmul, rows = self.backend.xp, self.backend.matmul, keys.rows
         scaled = queries.scaled
         logits = matmul(rows.high + rows.low, xp.swapaxes(scaled, 0, 1))
         norm = norm_above(scaled, xp=xp)[None, :]
+        # reach_down holds the rounding slack of reach_up, and the mean's own error beside it.
         down = ball_reach(rows.reach_down[:, None], norm)
         up = ball_reach(rows.reach_up[:, None], norm)
         first, last = keys.num_sentinels, keys.num_sentinels + keys.num_blocks
-        finer = None
-        if family == "scaled":
-            scale_norm = scaled_query_norm(scaled, keys.shapes.channel_scale, xp=xp)
-            finer = scaled_reach(keys.shapes.scaled_radius[:, None], scale_norm[None, :])
+        smaller = None
+        if family in ("scaled", "auto"):
+            scaled_norm = norm_above(scaled * rows.channel_scale, xp=xp)[None, :]
+            finer = scaled_reach(rows.scaled_radius[:, None], scaled_norm, down)
+            if family == "auto":
+                smaller = finer < up
+                up = xp.where(smaller, finer, up)
+            else:
+                up = finer
         elif family == "box":
-            finer = box_reach(keys.shapes.half_width, scaled, matmul=matmul, xp=xp)
-        if finer is not None:
-            # reach_down holds the rounding slack of reach_up, and the mean's own error beside it.
-            blocks = finer * (1.0 + arithmetic.COEFFICIENT_SLACK) + down[first:last]
-            up = xp.concatenate([up[:first], blocks, up[last:]], axis=0)
+            boxes = box_reach(keys.half_width, scaled, down[first:last], matmul=matmul, xp=xp)
+            up = xp.concatenate([up[:first], boxes, up[last:]], axis=0)
         if seen is None and self.soft_cap is None:
-            return exponents(logits, rows.log2_count[:, None], up, down), logits
+            sides = exponents(logits, rows.log2_count[:, None], up, down)
+            return _HeadExponents(sides, logits, smaller)
         if seen is None:
             count = xp.broadcast_to(rows.log2_count[:, None], logits.shape)
             seen = Seen(count, count, xp.ones_like(logits, bool))
-        return masked_exponents(logits, up, down, seen, soft_cap=self.soft_cap, xp=xp), logits
+        sides = masked_exponents(logits, up, down, seen, soft_cap=self.soft_cap, xp=xp)
+        return _HeadExponents(sides, logits, smaller)
 
     def _grid_origin(self, logits: Array, keys: HeadKeys, seen: Seen | None) -> Array | None:
         """The largest sentinel's logit; 0 where the row sees none or where a cap bends it."""

@@ -31,9 +31,6 @@ KEYS_PER_BLOCK = 1024
 EMPTY = -1e30
 """log2 of the count of an empty row: finite, so that no inf - inf can arise."""
 
-LARGEST_SCALE_EXPONENT = 60
-"""Channel scales are powers of two between 2^-60 and 2^60: they round nothing."""
-
 
 class KeySummary(NamedTuple):
     """Rows [sentinels | blocks | ball] of each (batch, head); leading dimensions are free.
@@ -44,6 +41,9 @@ class KeySummary(NamedTuple):
         log2_count: [..., rows], bits.
         reach_up, reach_down: [..., rows]; times |q| (bits) they bound how far above and below
             q . (high + low) + log2_count the row's share of the log-sum-exp may lie.
+        channel_scale: [..., head_dim], powers of two s.
+        scaled_radius: [..., rows]; times |q s|, and with reach_down |q|, it bounds the same from
+            above.
     """
 
     high: Array
@@ -51,6 +51,8 @@ class KeySummary(NamedTuple):
     log2_count: Array
     reach_up: Array
     reach_down: Array
+    channel_scale: Array
+    scaled_radius: Array
 
 
 def norm_above(vector: Array, *, xp: Any) -> Array:
@@ -59,10 +61,17 @@ def norm_above(vector: Array, *, xp: Any) -> Array:
     return root_above(squares, vector.shape[-1], xp=xp)
 
 
-def root_above(squares: Array, length: int, *, xp: Any) -> Array:
-    """An upper bound on a norm, from its square as float32 summed it over ``length`` numbers."""
-    slack = 1.0 + arithmetic.dot_slack(length + 4)
-    return (xp.sqrt(squares) + arithmetic.norm_underflow(length)) * slack
+def root_above(squares: Array, length: int, *, xp: Any, scale: Array | float = 0.0) -> Array:
+    """An upper bound on a norm, from its square as float32 summed it over ``length`` numbers.
+
+    Args:
+        squares: sum of squares, each possibly flushed, split in two bfloat16 halves, and multiplied
+            by the square of a power of two.
+        scale: the largest of those powers, which what was flushed before is multiplied by; 0 where
+            there are none.
+    """
+    slack = 1.0 + arithmetic.dot_slack(length + 4) + arithmetic.SPLIT_ERROR
+    return (xp.sqrt(squares) + arithmetic.norm_underflow(length) * (1.0 + scale)) * slack
 
 
 def summarize_keys(
@@ -71,6 +80,8 @@ def summarize_keys(
     block_count: Array,
     radius_squared: Array,
     spread_squared: Array,
+    scaled_squared: Array,
+    channel_scale: Array,
     sentinels: Array,
     membership: Array,
     keys_per_block: int,
@@ -85,8 +96,12 @@ def summarize_keys(
         block_mean: float32 [..., blocks, head_dim], mean of all keys of the block.
         block_count: float32 [blocks], number of keys of the block.
         radius_squared: float32 [..., blocks], largest squared distance to ``block_mean`` among the
-            keys that are not sentinels (0 if there are none).
+            keys that are not sentinels (0 if there are none); each channel's square may be rounded
+            to bfloat16, here and below.
         spread_squared: the same among all keys of the block.
+        scaled_squared: float32 [..., blocks], largest |(key - block_mean) / channel_scale|^2 among
+            the keys that are not sentinels.
+        channel_scale: float32 [..., head_dim], powers of two.
         sentinels: float32 [..., sentinels, head_dim], distinct keys.
         membership: float32 [..., blocks, sentinels], 1 where the sentinel lies in the block.
         keys_per_block: largest number of keys of a block.
@@ -99,6 +114,10 @@ def summarize_keys(
     def norm(vector: Array) -> Array:
         return norm_above(vector, xp=xp)
 
+    def distance(squared: Array, scale: Array | float = 0.0) -> Array:
+        measured = root_above(squared, head_dim, xp=xp, scale=scale)
+        return measured * (1.0 + arithmetic.SQUARES_ERROR)
+
     count = xp.broadcast_to(block_count, radius_squared.shape)
     rest = count - xp.sum(membership, axis=-1)
     occupied = rest > 0
@@ -107,10 +126,10 @@ def summarize_keys(
     mean = xp.where(occupied[..., None], total / divisor[..., None], 0.0)
     high, low = split(mean)
     center = high + low
-    largest_key = norm(block_mean) + root_above(spread_squared, head_dim, xp=xp)
+    largest_key = norm(block_mean) + distance(spread_squared)
     summation = arithmetic.dot_slack(keys_per_block + num_sentinels + 8)
     mean_error = summation * 2.0 * count * largest_key / divisor + norm(mean - center)
-    radius = root_above(radius_squared, head_dim, xp=xp) + norm(block_mean - center)
+    radius = distance(radius_squared) + norm(block_mean - center)
     mean_error = xp.where(occupied, mean_error, 0.0)
     radius = xp.where(occupied, radius, 0.0)
 
@@ -127,6 +146,14 @@ def summarize_keys(
     )
     offset = xp.where(occupied, radius + norm(center - ball_center), 0.0)
     ball_radius = xp.max(offset, axis=-1, keepdims=True)
+
+    inverse = 1.0 / channel_scale[..., None, :]
+    largest_inverse = xp.max(inverse, axis=-1)
+    scaled = distance(scaled_squared, largest_inverse)
+    scaled = scaled + norm((block_mean - center) * inverse)
+    scaled = xp.where(occupied, scaled, 0.0)
+    apart = xp.where(occupied, scaled + norm((center - ball_center) * inverse), 0.0)
+    ball_scaled = xp.max(apart, axis=-1, keepdims=True)
 
     unit = arithmetic.dot_slack(kernel.contraction_length(head_dim)) + arithmetic.COEFFICIENT_SLACK
 
@@ -150,62 +177,33 @@ def summarize_keys(
         reach_down=xp.concatenate(
             [sentinel_reach, mean_error + block_slack, ball_error + ball_slack], axis=-1
         ),
+        channel_scale=channel_scale,
+        scaled_radius=xp.concatenate([xp.zeros_like(sentinel_reach), scaled, ball_scaled], axis=-1),
     )
 
 
-class BlockShapes(NamedTuple):
-    """How the keys of each block lie about its center, finer than a radius.
+def channel_scale_bits(mean_square: Array) -> Array:
+    """Bits of powers of two near the fourth root of ``mean_square``, from its bits (int32).
 
-    Attributes:
-        channel_scale: [..., head_dim], powers of two.
-        scaled_radius: [..., blocks]; largest |(k - c) / channel_scale|.
-        half_width: [..., blocks, head_dim]; largest |k - c| of each channel.
+    For the mean square deviation of each channel this is the root of its root mean square: of all
+    channel scales s the one for which |q s| |d / s| is smallest where channels are independent. Any
+    positive scale is sound; powers of two round nothing, and whole numbers agree on every machine.
     """
-
-    channel_scale: Array
-    scaled_radius: Array
-    half_width: Array
+    exponent = ((mean_square >> 23) & 0xFF) - 127
+    return (((exponent + 2) >> 2) + 127) << 23
 
 
-def choose_channel_scale(mean_square: Array, *, xp: Any) -> Array:
-    """Powers of two near the square root of each channel's root mean square [..., head_dim].
-
-    Any positive scale is sound: |q . d| <= |q s| |d / s|. For independent channels this one gives
-    the smallest product; a channel without spread gets the smallest scale.
-    """
-    square = xp.maximum(mean_square, arithmetic.SMALLEST_NORMAL)
-    exponent = xp.floor(0.25 * xp.log2(square) + 0.5)
-    limit = float(LARGEST_SCALE_EXPONENT)
-    known = xp.where(exponent == exponent, exponent, 0.0)
-    return xp.exp2(xp.clip(known, -limit, limit))
-
-
-def block_shapes(
-    *,
-    difference_max: Array,
-    scaled_squared: Array,
-    channel_scale: Array,
-    block_mean: Array,
-    center: Array,
-    occupied: Array,
-    xp: Any,
-) -> BlockShapes:
-    """Shapes about ``center`` from what was measured about ``block_mean``.
+def box_half_width(
+    difference_max: Array, block_mean: Array, center: Array, occupied: Array, *, xp: Any
+) -> Array:
+    """[..., blocks, head_dim]: largest |k - center| of each channel.
 
     Args:
-        difference_max: float32 [..., blocks, head_dim], largest |k - block_mean| per channel among
-            the keys that are not sentinels.
-        scaled_squared: float32 [..., blocks], their largest squared |(k - block_mean) / scale|.
-        center: float32 [..., blocks, head_dim], the summary's block rows.
+        difference_max: float32, largest |k - block_mean| per channel among the keys that are not
+            sentinels.
+        center: the summary's block rows.
         occupied: bool [..., blocks], some key is left.
     """
-    shift = block_mean - center
-    head_dim = center.shape[-1]
-    scaled = root_above(scaled_squared, head_dim, xp=xp)
-    scaled = scaled + norm_above(shift / channel_scale[..., None, :], xp=xp)
-    half_width = (difference_max + xp.abs(shift)) * (1.0 + arithmetic.COEFFICIENT_SLACK)
-    return BlockShapes(
-        channel_scale=channel_scale,
-        scaled_radius=xp.where(occupied, scaled, 0.0),
-        half_width=xp.where(occupied[..., None], half_width, 0.0),
-    )
+    half_width = difference_max + xp.abs(block_mean - center)
+    half_width = half_width * (1.0 + arithmetic.COEFFICIENT_SLACK)
+    return xp.where(occupied[..., None], half_width, 0.0)

@@ -25,20 +25,30 @@ from jax.experimental.pallas import tpu as pltpu
 
 from certify import theorem
 from certify.arithmetic import FLOAT32_LARGEST, query_factor
-from certify.bounds import RowBounds, ball_reach, exponents, promised_bounds, row_bounds
+from certify.bounds import (
+    RowBounds,
+    ball_reach,
+    exponents,
+    promised_bounds,
+    row_bounds,
+    scaled_reach,
+)
 from certify.summary import NUM_SENTINELS, root_above
 from jax_kernels.config import LANES, Problem, div, rem, round_up
 from jax_kernels.statistics import (
     LOG2_COUNT,
+    PLAIN,
     REACH_DOWN,
     REACH_UP,
     ROW_TILE,
+    SCALED,
+    SCALED_RADIUS,
     Statistics,
     key_statistics,
     largest_values,
     num_block_rows,
-    row_sums_along_lanes,
     split_for,
+    weighted_squares,
 )
 
 CERTIFICATE_FIELDS = (
@@ -193,27 +203,34 @@ class _RowBounder(Protocol):
 class _BoundsFromKeys:
     """S and L from the summary of the keys, before the loop."""
 
-    def __init__(self, problem: Problem, center_ref: Any, column_ref: Any) -> None:
-        self.problem, self.center_ref, self.column_ref = problem, center_ref, column_ref
+    def __init__(self, problem: Problem, center_ref: Any, column_ref: Any, weight_ref: Any) -> None:
+        self.problem, self.weight_ref = problem, weight_ref
+        self.center_ref, self.column_ref = center_ref, column_ref
 
     def __call__(self, head: _Head, scaled_query: jax.Array) -> RowBounds:
-        problem = self.problem
-        square = row_sums_along_lanes(scaled_query * scaled_query)
-        query_norm = root_above(square, problem.head_dim, xp=jnp)
+        problem, weights = self.problem, self.weight_ref[0, head.index]
+        squares = weighted_squares(scaled_query, weights)
+        query_norm = root_above(squares[PLAIN : PLAIN + 1], problem.head_dim, xp=jnp)
+        largest_scale = jnp.sqrt(jnp.max(weights[SCALED : SCALED + 1], axis=1, keepdims=True))
+        scaled_norm = root_above(
+            squares[SCALED : SCALED + 1], problem.head_dim, xp=jnp, scale=largest_scale
+        )
         rows = NUM_SENTINELS + num_block_rows(problem) + ROW_TILE
         logits = head.logits(self.center_ref[0, head.index])
         if logits.shape[0] > rows:
             paired = logits[NUM_SENTINELS:rows] + logits[rows:]
             logits = jnp.concatenate([logits[:NUM_SENTINELS], paired], axis=0)
         columns = jnp.transpose(self.column_ref[0, head.index])[:rows]
+        down = ball_reach(columns[:, REACH_DOWN : REACH_DOWN + 1], query_norm)
+        up = ball_reach(columns[:, REACH_UP : REACH_UP + 1], query_norm)
+        radius = columns[:, SCALED_RADIUS : SCALED_RADIUS + 1]
+        finer = scaled_reach(radius, scaled_norm, down)
+        smaller = finer < up
+        up = jnp.where(smaller, finer, up)
         return row_bounds(
-            exponents(
-                logits,
-                columns[:, LOG2_COUNT : LOG2_COUNT + 1],
-                ball_reach(columns[:, REACH_UP : REACH_UP + 1], query_norm),
-                ball_reach(columns[:, REACH_DOWN : REACH_DOWN + 1], query_norm),
-            ),
+            exponents(logits, columns[:, LOG2_COUNT : LOG2_COUNT + 1], up, down),
             jnp.max(logits[:NUM_SENTINELS], axis=0, keepdims=True),
+            smaller,
             num_sentinels=NUM_SENTINELS,
             num_blocks=num_block_rows(problem),
             xp=jnp,
@@ -491,7 +508,7 @@ def _fixed_attention(
         operands = (knowledge.logit_bound,)
         operand_specs = [pl.BlockSpec(memory_space=pltpu.SMEM)]
     else:
-        operands = (knowledge.centers, knowledge.columns)
+        operands = (knowledge.centers, knowledge.columns, knowledge.weights)
         operand_specs = [
             pl.BlockSpec((1, *operand.shape[1:]), at_statistics) for operand in operands
         ]

@@ -16,10 +16,10 @@ from certify.rows import HeadBounds, Queries, block_record, row_limits
 from certify.visibility import Masks, valid_keys, visible_rows
 from jax_kernels.config import choose_block_sizes, round_up
 from jax_kernels.masks import Masking, visible_by
-from jax_kernels.statistics import full_precision_matmul, split_for
+from jax_kernels.statistics import full_precision_matmul, on_bits, split_for
 from jax_kernels.validation import masking_from, validate_call
 
-JAX_BACKEND = Backend(jnp, split_for, full_precision_matmul)
+JAX_BACKEND = Backend(jnp, split_for, full_precision_matmul, on_bits)
 """The certifier's functions on a device."""
 
 

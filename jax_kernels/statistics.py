@@ -8,6 +8,8 @@ rest.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,17 +18,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from certify.arithmetic import FLOAT32_LARGEST
-from certify.summary import EMPTY, KEYS_PER_BLOCK, NUM_SENTINELS, KeySummary, summarize_keys
+from certify.summary import (
+    EMPTY,
+    KEYS_PER_BLOCK,
+    NUM_SENTINELS,
+    KeySummary,
+    channel_scale_bits,
+    summarize_keys,
+)
 from jax_kernels.config import Problem, div, rem, round_up
 
 HEADS_PER_GATHER = 512
 """Positions of sentinels that one call holds in scalar memory: 256 kB."""
 
+SENTINELS_PER_STEP = 8
+
 ROW_TILE = 16
 """Rows of a register tile of bfloat16; row groups of the summary are multiples of it."""
 
 SUMMARY_COLUMNS = 8
-LOG2_COUNT, REACH_UP, REACH_DOWN = 0, 1, 2
+LOG2_COUNT, REACH_UP, REACH_DOWN, SCALED_RADIUS = 0, 1, 2, 3
+
+CLASS_ROWS = 8
+LARGEST, OTHER, SCALED_LARGEST, SCALED_OTHER, RANK = range(5)
+"""Rows of a block's squared distances by class."""
+
+PLAIN, SCALED = 0, 1
+"""Rows of the weights of a weighted sum of squares: 1, and a power of two for each channel."""
 
 
 class Statistics(NamedTuple):
@@ -35,13 +53,15 @@ class Statistics(NamedTuple):
     Attributes:
         centers: [groups, heads, rows, head_dim] in the kernel's dtype: sentinels, then the high
             parts of [blocks | ball], then (bfloat16 only) their low parts.
-        columns: float32 [groups, heads, 8, columns]: log2 count and reaches of the summary's rows
-            along lanes.
+        columns: float32 [groups, heads, 8, columns]: log2 count, reaches and scaled radii of the
+            summary's rows along lanes.
+        weights: float32 [groups, heads, 8, head_dim]: 1 and s^2, the weights of a query's squares.
         value_max: float32 [groups, heads], max|v|; inf where a value is not finite.
     """
 
     centers: jax.Array
     columns: jax.Array
+    weights: jax.Array
     value_max: jax.Array
 
 
@@ -87,60 +107,144 @@ def full_precision_matmul(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
 
 
-def row_sums_along_lanes(array: jax.Array) -> jax.Array:
-    """Sum over the last axis of float32 [rows, channels], laid out as [1, rows]."""
-    ones = jnp.ones((8, array.shape[1]), jnp.float32)
-    sums = jax.lax.dot_general(
-        ones,
-        array,
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+def on_bits(values: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """float32 values -> those whose bits (int32) ``function`` makes of theirs."""
+    bits = function(jax.lax.bitcast_convert_type(values, jnp.int32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def weighted_sums(terms: list[jax.Array], weights: jax.Array) -> jax.Array:
+    """Weighted sums over the last axis of float32 terms [rows, channels], added up: [8, rows].
+
+    Terms are bfloat16 numbers side by side in one pass of the matrix unit.
+
+    Args:
+        weights: float32 [8, channels], powers of two.
+    """
+    wide = jnp.concatenate(terms, axis=1).astype(jnp.bfloat16)
+    repeated = jnp.concatenate([weights] * len(terms), axis=1).astype(jnp.bfloat16)
+    return jax.lax.dot_general(
+        repeated, wide, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    return sums[:1]
+
+
+def weighted_squares(array: jax.Array, weights: jax.Array) -> jax.Array:
+    """Weighted sums of squares over the last axis: [8, rows]; loses ``arithmetic.SPLIT_ERROR``."""
+    squares = array * array
+    high = on_bits(squares, lambda bits: bits & jnp.int32(-65536))
+    return weighted_sums([high, squares - high], weights)
+
+
+def square_weights(scale: jax.Array) -> jax.Array:
+    """[8, channels] weights of ``weighted_squares`` from scales [1, channels]: 1, scale^2, 0."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (8, scale.shape[1]), 0)
+    return jnp.where(row == PLAIN, 1.0, jnp.where(row == SCALED, scale * scale, 0.0))
+
+
+def _classes(plain: jax.Array, scaled: jax.Array) -> jax.Array:
+    """What is kept of a block's squared distances [1, keys], by class: [8, 128], rows as named.
+
+    The largest plain distance of each class of positions modulo 128 and the rank of its key in the
+    block; the largest of the others; the largest scaled distance, with and without that key.
+    """
+    rows = KEYS_PER_BLOCK // NUM_SENTINELS
+
+    def by_rank(row: jax.Array) -> jax.Array:
+        pieces = [row[:, i * NUM_SENTINELS : (i + 1) * NUM_SENTINELS] for i in range(rows)]
+        return jnp.concatenate(pieces, axis=0)
+
+    plain, scaled = by_rank(plain), by_rank(scaled)
+    rank = jax.lax.broadcasted_iota(jnp.int32, plain.shape, 0).astype(jnp.float32)
+    largest = jnp.max(plain, axis=0, keepdims=True)
+    first = jnp.min(jnp.where(plain == largest, rank, float(rows)), axis=0, keepdims=True)
+    others = rank != first
+
+    def most(distances: jax.Array) -> jax.Array:
+        return jnp.max(distances, axis=0, keepdims=True)
+
+    kept = {
+        LARGEST: largest,
+        OTHER: most(jnp.where(others, plain, 0.0)),
+        SCALED_LARGEST: most(scaled),
+        SCALED_OTHER: most(jnp.where(others, scaled, 0.0)),
+        RANK: first,
+    }
+    unused = [jnp.zeros_like(largest)] * (CLASS_ROWS - len(kept))
+    return jnp.concatenate([kept[row] for row in sorted(kept)] + unused, axis=0)
 
 
 def _pass_kernel(
     key_ref: Any,
     value_ref: Any,
     mean_ref: Any,
-    distance_ref: Any,
+    scale_ref: Any,
+    class_ref: Any,
     value_ref_max: Any,
     *,
     problem: Problem,
 ) -> None:
-    """One block of keys: mean and running max|v| [1, width], squared distances [heads, keys]."""
+    """One block of keys: mean and running max|v| [1, width], distances by class [heads, 8, 128]."""
     block = pl.program_id(1)
-    position = jax.lax.broadcasted_iota(jnp.int32, (KEYS_PER_BLOCK, 1), 0)
     left = problem.key_length - block * KEYS_PER_BLOCK
-    inside = position < left
-    keys = jnp.where(inside, key_ref[0].astype(jnp.float32), 0.0)
-    count = jnp.minimum(left, KEYS_PER_BLOCK).astype(jnp.float32)
-    mean = jnp.sum(keys, axis=0, keepdims=True) / count
-    mean_ref[0, pl.ds(block, 1), :] = mean
-    difference = jnp.where(inside, keys - mean, 0.0)
-    inside_lanes = jax.lax.broadcasted_iota(jnp.int32, (1, KEYS_PER_BLOCK), 1) < left
-    for head in range(problem.heads_per_group):
-        channels = slice(head * problem.head_dim, (head + 1) * problem.head_dim)
-        part = difference[:, channels]
-        squared = finite_or_inf(row_sums_along_lanes(part * part))
-        distance_ref[0, head : head + 1, :] = jnp.where(inside_lanes, squared, -1.0)
-    magnitude = finite_or_inf(jnp.abs(value_ref[0].astype(jnp.float32)))
-    largest = jnp.max(jnp.where(inside, magnitude, 0.0), axis=0, keepdims=True)
 
-    @pl.when(block == 0)
-    def _first() -> None:
-        value_ref_max[0] = largest
+    def scan(inside: jax.Array | None) -> None:
+        def valid(array: jax.Array) -> jax.Array:
+            return array if inside is None else jnp.where(inside, array, 0.0)
 
-    @pl.when(block > 0)
-    def _later() -> None:
-        value_ref_max[0] = jnp.maximum(value_ref_max[0], largest)
+        keys = valid(key_ref[0].astype(jnp.float32))
+        count = jnp.minimum(left, KEYS_PER_BLOCK).astype(jnp.float32)
+        mean = jnp.sum(keys, axis=0, keepdims=True) / count
+        mean_ref[0, pl.ds(block, 1), :] = mean
+        difference = valid(keys - mean)
+        squares = difference * difference
+
+        @pl.when(block == 0)
+        def _scale() -> None:
+            mean_square = jnp.sum(squares, axis=0, keepdims=True) / count
+            scale_ref[0] = on_bits(mean_square, channel_scale_bits)
+
+        weights = square_weights(1.0 / scale_ref[0])
+        lanes = jax.lax.broadcasted_iota(jnp.int32, (CLASS_ROWS, KEYS_PER_BLOCK), 1)
+        for head in range(problem.heads_per_group):
+            channels = slice(head * problem.head_dim, (head + 1) * problem.head_dim)
+            sums = weighted_sums([squares[:, channels]], weights[:, channels])
+            sums = finite_or_inf(sums)
+            if inside is not None:
+                sums = jnp.where(lanes < left, sums, -1.0)
+            rows = (sums[row : row + 1] for row in (PLAIN, SCALED))
+            class_ref[0, head, 0] = _classes(*rows)
+        magnitude = valid(jnp.abs(value_ref[0].astype(jnp.float32)))
+        # Of non-negative numbers the bits are in order, with inf and then NaN at the top.
+        bits = jnp.max(jax.lax.bitcast_convert_type(magnitude, jnp.int32), axis=0, keepdims=True)
+        largest = finite_or_inf(jax.lax.bitcast_convert_type(bits, jnp.float32))
+        value_ref_max[0] = jnp.where(block == 0, largest, jnp.maximum(value_ref_max[0], largest))
+
+    if problem.key_length % KEYS_PER_BLOCK == 0:
+        scan(None)
+        return
+    position = jax.lax.broadcasted_iota(jnp.int32, (KEYS_PER_BLOCK, 1), 0)
+    pl.when(left >= KEYS_PER_BLOCK)(lambda: scan(None))
+    pl.when(left < KEYS_PER_BLOCK)(lambda: scan(position < left))
 
 
-def _scan_keys(
-    key: jax.Array, value: jax.Array, problem: Problem
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Block means [groups, blocks, heads, head_dim], distances [groups, heads, keys], max|v|."""
+class _Scan(NamedTuple):
+    """What one pass over K and V gives.
+
+    Attributes:
+        mean: float32 [groups, blocks, heads, head_dim].
+        scale: float32 [groups, heads, head_dim], powers of two.
+        classes: float32 [groups, heads, blocks, 8, 128], squared distances by class, see
+            ``_classes``; -1 where a class has no key.
+        value_max: float32 [groups, heads].
+    """
+
+    mean: jax.Array
+    scale: jax.Array
+    classes: jax.Array
+    value_max: jax.Array
+
+
+def _scan_keys(key: jax.Array, value: jax.Array, problem: Problem) -> _Scan:
     groups = problem.batch * problem.key_groups
     blocks, rows = num_statistics_blocks(problem), num_block_rows(problem)
     width, heads = problem.group_width, problem.heads_per_group
@@ -148,26 +252,35 @@ def _scan_keys(
     def key_block(group: Any, block: Any) -> tuple[Any, Any, Any]:
         return div(group, problem.key_groups), block, rem(group, problem.key_groups)
 
-    mean, distance, value_max = pl.pallas_call(
+    whole = pl.BlockSpec((1, 1, width), lambda group, block: (group, 0, 0))
+    by_channel = jax.ShapeDtypeStruct((groups, 1, width), jnp.float32)
+    tile = (CLASS_ROWS, NUM_SENTINELS)
+    mean, scale, classes, value_max = pl.pallas_call(
         lambda *refs: _pass_kernel(*refs, problem=problem),
         grid=(groups, blocks),
         in_specs=[pl.BlockSpec((1, KEYS_PER_BLOCK, width), key_block)] * 2,
         out_specs=[
             pl.BlockSpec((1, rows, width), lambda group, block: (group, 0, 0)),
-            pl.BlockSpec((1, heads, KEYS_PER_BLOCK), lambda group, block: (group, 0, block)),
-            pl.BlockSpec((1, 1, width), lambda group, block: (group, 0, 0)),
+            whole,
+            pl.BlockSpec((1, heads, 1, *tile), lambda group, block: (group, 0, block, 0, 0)),
+            whole,
         ],
         out_shape=[
             jax.ShapeDtypeStruct((groups, rows, width), jnp.float32),
-            jax.ShapeDtypeStruct((groups, heads, blocks * KEYS_PER_BLOCK), jnp.float32),
-            jax.ShapeDtypeStruct((groups, 1, width), jnp.float32),
+            by_channel,
+            jax.ShapeDtypeStruct((groups, heads, blocks, *tile), jnp.float32),
+            by_channel,
         ],
         interpret=problem.interpret,
         name="clis_statistics",
     )(key, value)
-    mean = mean[:, :blocks].reshape(groups, blocks, heads, problem.head_dim)
-    value_max = jnp.max(value_max.reshape(groups, heads, problem.head_dim), axis=-1)
-    return mean, distance, value_max
+    by_head = (groups, heads, problem.head_dim)
+    return _Scan(
+        mean=mean[:, :blocks].reshape(groups, blocks, heads, problem.head_dim),
+        scale=scale.reshape(by_head),
+        classes=classes,
+        value_max=jnp.max(value_max.reshape(by_head), axis=-1),
+    )
 
 
 def largest_values(value: jax.Array, problem: Problem) -> jax.Array:
@@ -180,17 +293,20 @@ def largest_values(value: jax.Array, problem: Problem) -> jax.Array:
     return jnp.max(by_channel.reshape(heads), axis=-1)
 
 
-def _gather_kernel(index_ref: Any, key_ref: Any, out_ref: Any, *, problem: Problem) -> None:
-    """Copy one key, found in its tile of 16 rows, into the row of its class."""
-    head, sentinel = pl.program_id(0), pl.program_id(1)
-    row = rem(index_ref[head, sentinel], ROW_TILE)
+def _gather_kernel(index_ref: Any, *refs: Any, problem: Problem) -> None:
+    """Copy keys, each found in its tile of 16 rows, into the rows of their classes."""
+    *key_refs, out_ref = refs
+    head, step = pl.program_id(0), pl.program_id(1)
     position = jax.lax.broadcasted_iota(jnp.int32, (ROW_TILE, 1), 0)
-    tile = key_ref[0].astype(jnp.float32)
-    if problem.heads_per_group == 2:
-        second = rem(head, 2) == 1
-        tile = jnp.where(second, tile[:, problem.head_dim :], tile[:, : problem.head_dim])
-    chosen = jnp.sum(jnp.where(position == row, tile, 0.0), axis=0, keepdims=True)
-    out_ref[0, pl.ds(sentinel, 1), :] = chosen
+    for turn, key_ref in enumerate(key_refs):
+        sentinel = step * SENTINELS_PER_STEP + turn
+        row = rem(index_ref[head, sentinel], ROW_TILE)
+        tile = key_ref[0].astype(jnp.float32)
+        if problem.heads_per_group == 2:
+            second = rem(head, 2) == 1
+            tile = jnp.where(second, tile[:, problem.head_dim :], tile[:, : problem.head_dim])
+        chosen = jnp.sum(jnp.where(position == row, tile, 0.0), axis=0, keepdims=True)
+        out_ref[0, pl.ds(sentinel, 1), :] = chosen
 
 
 def _gather_keys(key: jax.Array, index: jax.Array, problem: Problem) -> jax.Array:
@@ -207,8 +323,8 @@ def _gather_for_heads(key: jax.Array, index: jax.Array, first: int, problem: Pro
     """The keys of the heads from ``first`` on, one row of ``index`` each."""
     heads = problem.heads_per_group
 
-    def tile_of(head: Any, sentinel: Any, index_ref: Any) -> tuple[Any, Any, Any]:
-        group = div(first + head, heads)
+    def tile_of(turn: int, head: Any, step: Any, index_ref: Any) -> tuple[Any, Any, Any]:
+        group, sentinel = div(first + head, heads), step * SENTINELS_PER_STEP + turn
         return (
             div(group, problem.key_groups),
             div(index_ref[head, sentinel], ROW_TILE),
@@ -219,46 +335,52 @@ def _gather_for_heads(key: jax.Array, index: jax.Array, first: int, problem: Pro
         lambda *refs: _gather_kernel(*refs, problem=problem),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=index.shape,
-            in_specs=[pl.BlockSpec((1, ROW_TILE, problem.group_width), tile_of)],
+            grid=(index.shape[0], NUM_SENTINELS // SENTINELS_PER_STEP),
+            in_specs=[
+                pl.BlockSpec((1, ROW_TILE, problem.group_width), functools.partial(tile_of, turn))
+                for turn in range(SENTINELS_PER_STEP)
+            ],
             out_specs=pl.BlockSpec(
-                (1, NUM_SENTINELS, problem.head_dim), lambda head, sentinel, index_ref: (head, 0, 0)
+                (1, NUM_SENTINELS, problem.head_dim), lambda head, step, index_ref: (head, 0, 0)
             ),
         ),
         out_shape=jax.ShapeDtypeStruct((*index.shape, problem.head_dim), jnp.float32),
         interpret=problem.interpret,
         name="clis_sentinels",
-    )(index, key)
+    )(index, *[key] * SENTINELS_PER_STEP)
 
 
 def key_statistics(key: jax.Array, value: jax.Array, problem: Problem) -> Statistics:
     """Certification operands of K and V, both [B, S_k, heads * head_dim]."""
     groups, heads = problem.batch * problem.key_groups, problem.heads_per_group
     blocks = num_statistics_blocks(problem)
-    mean, distance, value_max = _scan_keys(key, value, problem)
+    scan = _scan_keys(key, value, problem)
 
-    classes = distance.reshape(groups, heads, -1, NUM_SENTINELS)
-    winner = jnp.argmax(classes, axis=2)
-    present = jnp.max(classes, axis=2) >= 0
-    rank = jax.lax.broadcasted_iota(jnp.int32, classes.shape, 2)
-    is_sentinel = rank == winner[:, :, None, :]
-    others = jnp.where(is_sentinel, 0.0, jnp.maximum(classes, 0.0))
-    by_block = (groups, heads, blocks, KEYS_PER_BLOCK)
-    radius_squared = jnp.max(others.reshape(by_block), axis=-1)
-    spread_squared = jnp.max(distance.reshape(by_block), axis=-1)
+    largest, other, scaled_largest, scaled_other, rank = (
+        scan.classes[:, :, :, row] for row in (LARGEST, OTHER, SCALED_LARGEST, SCALED_OTHER, RANK)
+    )
+    winner = jnp.argmax(largest, axis=2)
+    present = jnp.max(largest, axis=2) >= 0
+    # A sentinel is the farthest key of its class, in its block too: the others are known there.
+    in_block = winner[:, :, None, :] == jnp.arange(blocks)[:, None]
+    rank = jnp.sum(jnp.where(in_block, rank, 0.0), axis=2).astype(jnp.int32)
 
-    position = winner * NUM_SENTINELS + jnp.arange(NUM_SENTINELS)
+    def largest_other(every: jax.Array, others: jax.Array) -> jax.Array:
+        return jnp.max(jnp.where(in_block, others, jnp.maximum(every, 0.0)), axis=-1)
+
+    position = winner * KEYS_PER_BLOCK + rank * NUM_SENTINELS + jnp.arange(NUM_SENTINELS)
     position = jnp.where(present, position, 0).astype(jnp.int32)
     sentinels = _gather_keys(key, position.reshape(groups * heads, NUM_SENTINELS), problem)
     sentinels = sentinels.reshape(groups, heads, NUM_SENTINELS, problem.head_dim)
     sentinels = jnp.where(present[..., None], sentinels, 0.0)
-    in_block = position[:, :, None, :] // KEYS_PER_BLOCK == jnp.arange(blocks)[:, None]
     starts = jnp.arange(blocks) * KEYS_PER_BLOCK
     summary = summarize_keys(
-        block_mean=jnp.swapaxes(mean, 1, 2),
+        block_mean=jnp.swapaxes(scan.mean, 1, 2),
         block_count=jnp.minimum(problem.key_length - starts, KEYS_PER_BLOCK).astype(jnp.float32),
-        radius_squared=radius_squared,
-        spread_squared=spread_squared,
+        radius_squared=largest_other(largest, other),
+        spread_squared=jnp.max(jnp.maximum(largest, 0.0), axis=-1),
+        scaled_squared=largest_other(scaled_largest, scaled_other),
+        channel_scale=scan.scale,
         sentinels=sentinels,
         membership=(in_block & present[:, :, None, :]).astype(jnp.float32),
         keys_per_block=KEYS_PER_BLOCK,
@@ -269,7 +391,7 @@ def key_statistics(key: jax.Array, value: jax.Array, problem: Problem) -> Statis
     )
     absent = jnp.where(present, 0.0, EMPTY)
     log2_count = summary.log2_count.at[..., :NUM_SENTINELS].add(absent)
-    return _pack(summary._replace(log2_count=log2_count), value_max, problem)
+    return _pack(summary._replace(log2_count=log2_count), scan.value_max, problem)
 
 
 def _pack(summary: KeySummary, value_max: jax.Array, problem: Problem) -> Statistics:
@@ -292,7 +414,13 @@ def _pack(summary: KeySummary, value_max: jax.Array, problem: Problem) -> Statis
     centers = jnp.concatenate(parts, axis=-2).astype(problem.dtype)
     log2_count = aligned(summary.log2_count, -1, EMPTY)
     columns = jnp.stack(
-        [log2_count, aligned(summary.reach_up, -1, 0.0), aligned(summary.reach_down, -1, 0.0)],
+        [
+            log2_count,
+            *(
+                aligned(part, -1, 0.0)
+                for part in (summary.reach_up, summary.reach_down, summary.scaled_radius)
+            ),
+        ],
         axis=-2,
     )
     rows = columns.shape[-1]
@@ -300,4 +428,7 @@ def _pack(summary: KeySummary, value_max: jax.Array, problem: Problem) -> Statis
         columns,
         ((0, 0), (0, 0), (0, SUMMARY_COLUMNS - columns.shape[-2]), (0, round_up(rows, 128) - rows)),
     )
-    return Statistics(centers, columns, value_max)
+    scale = summary.channel_scale[..., None, :]
+    zeros = jnp.zeros((*scale.shape[:-2], SUMMARY_COLUMNS - 2, scale.shape[-1]), jnp.float32)
+    weights = jnp.concatenate([jnp.ones_like(scale), scale * scale, zeros], axis=-2)
+    return Statistics(centers, columns, weights, value_max)

@@ -108,6 +108,8 @@ def check_error_of_the_mean() -> None:
             block_count=np.full(1, num_keys, np.float32),
             radius_squared=np.full(1, spread, np.float32),
             spread_squared=np.full(1, spread, np.float32),
+            scaled_squared=np.full(1, spread, np.float32),
+            channel_scale=np.ones(dim, np.float32),
             sentinels=np.full((3, dim), mean, np.float32),
             membership=np.ones((1, 3), np.float32),
             keys_per_block=num_keys,
@@ -135,6 +137,8 @@ def check_center_is_rounded() -> None:
         block_count=nothing + 1.0,
         radius_squared=nothing,
         spread_squared=nothing,
+        scaled_squared=nothing,
+        channel_scale=np.ones(1, np.float32),
         sentinels=np.zeros((0, 1), np.float32),
         membership=np.zeros((40, 0), np.float32),
         keys_per_block=1,
@@ -160,3 +164,60 @@ def check_evaluation_slack() -> None:
                 families.zeros, rng, keys_=num_keys, dim=8, dtype="float32", bound=bound
             )
             assert np.all(above >= 0) and np.all(below >= 0), f"n = {num_keys}, {bound}"
+
+
+def check_scaled_ball() -> None:
+    """The ball's scaled radius reaches every key from the center of all: blocks far apart."""
+    rng = np.random.default_rng(26)
+    size = np.array([0.01, 0.01, 100.0, 30.0, 1.0, 1.0, 1e-3, 1e-3], np.float32)
+    key = size * rng.standard_normal((1024, 8)).astype(np.float32)
+    key[512:, 0] += 10.0
+    head = keys.head_keys(key, "float32", statistics_block=512)
+    center = (head.rows.high + head.rows.low)[-1]
+    others = np.delete(key, head.position, axis=0).astype(np.float64)
+    exact = np.linalg.norm((others - center) / head.rows.channel_scale, axis=1)
+    assert head.rows.scaled_radius[-1] >= np.max(exact), "the ball's scaled radius is too small"
+    for block in range(2):
+        place = slice(512 * block, 512 * (block + 1))
+        inside = np.setdiff1d(np.arange(1024)[place], head.position)
+        center = (head.rows.high + head.rows.low)[128 + block]
+        apart = (key[inside].astype(np.float64) - center) / head.rows.channel_scale
+        assert head.rows.scaled_radius[128 + block] >= np.max(np.linalg.norm(apart, axis=1))
+
+
+def check_rounded_squares() -> None:
+    """Distances whose squares were rounded down to bfloat16 are still bounded from above."""
+    distance = np.sqrt(1.0 + 2.0**-8 - 2.0**-20).astype(np.float32)
+    nothing = np.zeros((1, 1), np.float32)
+    summary = summary_of.summarize_keys(
+        block_mean=nothing,
+        block_count=np.ones(1, np.float32),
+        radius_squared=round_to_bfloat16(distance * distance).reshape(1),
+        spread_squared=round_to_bfloat16(distance * distance).reshape(1),
+        scaled_squared=round_to_bfloat16(distance * distance).reshape(1),
+        channel_scale=np.ones(1, np.float32),
+        sentinels=np.zeros((0, 1), np.float32),
+        membership=np.zeros((1, 0), np.float32),
+        keys_per_block=1,
+        kernel=BFLOAT16,
+        split=split_bfloat16,
+        matmul=np.matmul,
+        xp=np,
+    )
+    assert summary.reach_up[0] >= distance and summary.scaled_radius[0] >= distance
+
+
+def check_flushed_squares_are_scaled() -> None:
+    """Squares that were flushed before a power of two multiplied them count that much."""
+    vector = np.full(16, 2.0**-64, np.float64)
+    scale = 2.0**20
+    flushed = np.float32(0.0)
+    above = summary_of.root_above(flushed, 16, xp=np, scale=scale)
+    assert above >= scale * np.linalg.norm(vector), "a flushed square was scaled up"
+
+
+def check_split_squares() -> None:
+    """A square held as two bfloat16 halves can be low by 2^-15 of itself, a sum by its rounding."""
+    for dim in (1, 2, 4096):
+        held = np.float32(dim * (1.0 - 2.0**-15) * (1.0 - dim * 2.0**-24))
+        assert summary_of.root_above(held, dim, xp=np) >= np.sqrt(dim)

@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "S for L in the error",
-        theorem.error_in_advance,
+        theorem.lowest_row_sum,
         "lower - stabilizer",
         "lower - stabilizer + 40.0",
         "lower_edge",
@@ -265,7 +265,7 @@ MUTANTS = [
     ),
     summary(
         "size of keys taken from their mean",
-        " + root_above(spread_squared, head_dim, xp=xp)",
+        " + distance(spread_squared)",
         "",
         "error_of_the_mean",
     ),
@@ -362,9 +362,9 @@ MUTANTS = [
     Mutant(
         "rounding of norms ignored",
         summary_of.root_above,
-        "1.0 + arithmetic.dot_slack(length + 4)",
-        "1.0",
-        "norms_are_upper_bounds",
+        "arithmetic.dot_slack(length + 4) + ",
+        "",
+        "split_squares",
     ),
     Mutant(
         "a sentinel is repeated",
@@ -381,10 +381,10 @@ MUTANTS = [
         "enclosure",
     ),
     Mutant(
-        "half of the query's norm",
+        "half of the query's channels in its norm",
         row_bounds.HeadBounds._exponents,
         "norm_above(scaled, xp=xp)[None, :]",
-        "norm_above(self.backend.split(self.dtype, scaled)[0], xp=xp)[None, :]",
+        "norm_above(scaled[:, ::2], xp=xp)[None, :]",
         "enclosure",
     ),
     Mutant(

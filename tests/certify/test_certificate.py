@@ -13,6 +13,7 @@ import pytest
 import certify
 from certify.certificate import Certificate
 from tests.certify import emulator, families
+from tests.certify.checks_bounds import UNCAPPED
 from tests.certify.families import SCALE, call_arrays, draw
 from tests.certify.measures import head_errors, kernel_logits, kernel_query
 
