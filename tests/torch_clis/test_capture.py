@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -228,14 +229,57 @@ def test_fused_modules_keep_other_modes_in_place() -> None:
     assert (recorder.passes_recorded, recorder.passes_not_recorded) == (2, 2)
 
 
-def test_other_threads_are_left_alone() -> None:
-    """Fault: a model that runs in another thread appears in this recording."""
-    model, other = Model(Attention()), Model(Attention())
+class _Catching(torch.nn.Module):
+    """Attends after its inner module failed."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+            self.inner(hidden)
+        return functional.scaled_dot_product_attention(hidden, hidden, hidden)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_errors_that_the_model_catches(error: type[BaseException]) -> None:
+    """Fault: a module that failed stays on the stack and takes the calls of those around it.
+
+    torch runs no hook after a KeyboardInterrupt, so only the modules further out are set right.
+    """
+    failing = _Failing()
+    failing.error = error
+    model = Model(_Catching(Model(_Catching(failing))))
     with torch_clis.record(model, Recorder()) as recorder:
-        thread = threading.Thread(target=lambda: (model(_hidden()), other(_hidden())))
-        thread.start()
-        thread.join()
         model(_hidden())
+    names = list(_layers(recorder))
+    assert "blocks.0" in names
+    assert ("blocks.0.inner.blocks.0" in names) == (error is RuntimeError)
+
+
+def test_other_threads_are_left_alone() -> None:
+    """Fault: a model that runs in another thread appears in this recording, or lends its name."""
+    inside, done = threading.Event(), threading.Event()
+
+    class Waiting(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert done.wait(60)
+            return functional.scaled_dot_product_attention(hidden, hidden, hidden)
+
+    class Beside(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            thread.start()
+            assert inside.wait(60)  # the other thread is within Waiting now
+            return functional.scaled_dot_product_attention(hidden, hidden, hidden)
+
+    model, other = Model(Beside(), Waiting()), Model(Attention())
+    thread = threading.Thread(target=model.blocks[1], args=(_hidden(),))
+    with torch_clis.record(model, Recorder()) as recorder:
+        model.blocks[0](_hidden())
+        done.set()
+        thread.join()
         other(_hidden())
     assert {name: layer.passes.tolist() for name, layer in _layers(recorder).items()} == {
         "blocks.0": [0]

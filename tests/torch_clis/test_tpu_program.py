@@ -68,3 +68,11 @@ def test_wan_layer_moves_no_large_array() -> None:
     whole = length * HEADS * HEAD_DIM
     moves = [move for move in _large_moves(text, whole) if " pad(" not in move]
     assert moves == []  # pads: the shifts of the rotary embedding, inside its fusion
+
+
+@pytest.mark.slow
+def test_recording_compiles() -> None:
+    """Fault: what is recorded has no program for TPU, or replaces the kernels by something else."""
+    text = _compiled("recorded", 8190, "v6e:1x1")
+    assert text.count('custom_call_target="tpu_custom_call"') >= 3
+    assert "record_bounds_program" in text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 os.environ.update(
@@ -40,18 +41,27 @@ def op_program(length: int) -> list[torch.Tensor]:
     return [out.flatten(2), certificate["verdict"]]
 
 
-def layer_program(length: int) -> list[torch.Tensor]:
+def layer_program(length: int, recorder: torch_clis.Recorder | None = None) -> list[torch.Tensor]:
     """A Wan self-attention layer with its norms and rotary embedding."""
     from diffusers.models.transformers.transformer_wan import WanAttention
 
     device = torch_xla.device()
-    processor = torch_clis.CLiSProcessor()
+    processor = torch_clis.CLiSProcessor(record=recorder)
     dim = HEADS * HEAD_DIM
     layer = WanAttention(dim=dim, heads=HEADS, dim_head=HEAD_DIM, processor=processor)
     layer = layer.to(torch.bfloat16).to(device).eval()
     hidden_states = torch.zeros(1, length, dim, dtype=torch.bfloat16).to(device)
     tables = tuple(torch.zeros(1, length, 1, HEAD_DIM).to(device) for _ in range(2))
     return [layer(hidden_states, None, None, tables)]
+
+
+def recorded_layer_program(length: int) -> list[torch.Tensor]:
+    """The same, and what is recorded of it."""
+    recorder = torch_clis.Recorder(keep_tensors=1)
+    tensors = layer_program(length, recorder)
+    (layer,) = recorder._layers.values()
+    assert layer.kept is not None
+    return [*tensors, *layer.calls[0].tensors, *layer.kept._state]
 
 
 def compiled_text(tensors: list[torch.Tensor], topology: str) -> str:
@@ -69,9 +79,13 @@ def compiled_text(tensors: list[torch.Tensor], topology: str) -> str:
 
 def main() -> None:
     program, length, topology = sys.argv[1:]
-    build = {"op": op_program, "layer": layer_program}[program]
+    programs: dict[str, Callable[[int], list[torch.Tensor]]] = {
+        "op": op_program,
+        "layer": layer_program,
+        "recorded": recorded_layer_program,
+    }
     with torch.no_grad(), lowering.target_platform("tpu"):
-        tensors = build(int(length))
+        tensors = programs[program](int(length))
     print(compiled_text(tensors, topology))
 
 
