@@ -134,7 +134,7 @@ class RowProblem:
 
 @dataclass(frozen=True)
 class CallProblem:
-    """Whole calls: eight queries that share keys and values, judged row by row.
+    """Whole calls: two queries that share keys and values, judged row by row.
 
     Genes: query [rows, D], key [n, D], value [n, C], log2 of scale and of max|v|. Some candidates
     start as two opposite keys orthogonal to the queries, which a bound cannot tell from large
@@ -148,8 +148,8 @@ class CallProblem:
     verified: bool = False
     num_keys: int = 24
     head_dim: int = 4
-    channels: int = 2
-    rows_each: int = 8
+    channels: int = 1
+    rows_each: int = 2
 
     def _sizes(self) -> tuple[int, int, int]:
         rows, keys = self.rows_each * self.head_dim, self.num_keys * self.head_dim
@@ -158,11 +158,13 @@ class CallProblem:
     def draw(self, rng: np.random.Generator, size: int) -> Float64:
         genes = rng.standard_normal((size, sum(self._sizes()) + 2))
         genes[:, -2:] *= rng.choice([0.1, 1.0], (size, 2))
+        rows, keys, _ = self._sizes()
         outliers = rng.uniform(size=size) < 0.25
-        rows = self._sizes()[0]
+        strength = np.where(outliers, np.exp2(rng.uniform(0.0, 6.0, size)), 1.0)
+        genes[:, rows : rows + keys] /= strength[:, None]
         genes[outliers, 0 : rows : self.head_dim] = 0.0
-        genes[outliers, rows] = 2.0 ** rng.uniform(0.0, 6.0, int(outliers.sum()))
-        genes[outliers, rows + self.head_dim] = -genes[outliers, rows]
+        genes[outliers, rows] = strength[outliers]
+        genes[outliers, rows + self.head_dim] = -strength[outliers]
         return genes
 
     def call(self, genes: Float64) -> Call:
@@ -184,27 +186,29 @@ class CallProblem:
         )
 
     def score(self, genes: Float64, rng: np.random.Generator) -> Scores:
-        call = self.call(genes)
+        # Numbers that overflow or are not finite are ordinary here; they must not be certified.
         with np.errstate(all="ignore"):
-            certificate = certify.certify(
-                *call.arrays,
-                **call.arguments,
-                tolerance=self.tolerance,
-                bounds=self.bounds,
-                block_q=1,
-            )
+            return self._score(self.call(genes), rng)
+
+    def _score(self, call: Call, rng: np.random.Generator) -> Scores:
+        certificate = certify.certify(
+            *call.arrays,
+            **call.arguments,
+            tolerance=self.tolerance,
+            bounds=self.bounds,
+            block_q=1,
+        )
         rows = _rows_of(call)
         order = ORDERS[int(rng.integers(2))]
         bound, judged, outcome = self._judge(call, certificate, rows, order)
         unit = certificate.value_low.ravel()
         measured = machine.errors(outcome, rows.logits, rows.value, unit)
         total = bound + machine.rounding_errors(self.machine, rows.logits, rows.value, unit)
-        ratio = _ratio(measured, total, judged).reshape(len(genes), -1)
+        ratio = _ratio(measured, total, judged).reshape(call.shape[0], -1)
         missing = np.clip(np.nan_to_num(certificate.gap - certificate.budget, nan=1e6), 0.0, 1e6)
         judged = judged.reshape(ratio.shape)
         # Where nothing is flushed yet, climb towards it: to row sums that lie deep.
-        with np.errstate(divide="ignore"):
-            depth = -np.log2(outcome.row_sum).reshape(ratio.shape) / 126.0
+        depth = -np.log2(outcome.row_sum).reshape(ratio.shape) / 126.0
         promising = ratio + 1e-6 * np.clip(depth, -1.0, 1.0)
         fitness = np.where(judged, promising, -1e-3 * missing.reshape(ratio.shape))
         return Scores(fitness.max(axis=1), ratio.max(axis=1), judged.sum(axis=1))
@@ -230,12 +234,11 @@ class CallProblem:
         # No upper bound: every row is left to the check after the loop.
         lower = certificate.lower.ravel()
         nothing = np.full_like(lower, np.inf)
-        with np.errstate(all="ignore"):
-            choice = theorem.choose_stabilizer(nothing, lower, lower, limits, xp=np)
-            outcome = machine.run(self.machine, rows.logits, rows.value, choice.stabilizer, order)
-            row_sum = outcome.row_sum.astype(np.float32)
-            passes = theorem.row_sum_passes(row_sum, limits) & outcome.finite & rows.sees
-            bound = theorem.error_from_row_sum(row_sum, limits, xp=np)
+        choice = theorem.choose_stabilizer(nothing, lower, lower, limits, xp=np)
+        outcome = machine.run(self.machine, rows.logits, rows.value, choice.stabilizer, order)
+        row_sum = outcome.row_sum.astype(np.float32)
+        passes = theorem.row_sum_passes(row_sum, limits) & outcome.finite & rows.sees
+        bound = theorem.error_from_row_sum(row_sum, limits, xp=np)
         return bound.astype(np.float64), passes, outcome
 
 
