@@ -124,7 +124,7 @@ def gap_histograms(result: AuditResult) -> Any:
             axes.spines[side].set_visible(False)
     if centre is not None:
         panels[0].annotate(
-            f"budget, {centre:.0f} bits",
+            f"budget, about {centre:.0f} bits",
             (centre, 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(4, -10),
