@@ -101,9 +101,9 @@ def attention(
             kernel and never recomputes: for measurement only, its result is meaningless where the
             verdict is "recomputed". Masked calls take the exact path whatever this says.
         promise: a ``certify.static.StaticCertificate`` (from the weights), or its logit bounds,
-            float32 [H] in bits, inf where nothing is promised. Where it covers every head, nothing
-            is computed from the keys beforehand; max|v|, the check and the recomputation stay, so
-            a wrong promise costs time and never the answer.
+            float32 [H] in bits, inf where nothing is promised. Where it certifies every head,
+            nothing is computed from the keys beforehand; max|v|, the check and recomputation
+            stay, so a wrong promise costs time and never the answer.
         block_sizes: tile of the kernels; None for a rule by shape.
         return_lse: also return the log-sum-exp, float32 [B, H, S_q], nats.
         return_certificate: also return a dict of arrays [B, H, num_q_blocks], see
@@ -128,13 +128,14 @@ def attention(
         logits_soft_cap=logits_soft_cap,
         block_sizes=block_sizes,
     )
-    logit_bound = logit_bound_from(promise, query.shape[2])
+    tolerance = validate_tolerance(tolerance)
+    logit_bound = logit_bound_from(promise, query, key.shape[1], tolerance)
     masking = masking_from(query, key, segment_ids, key_lengths, attn_mask)
     blocks = block_sizes or choose_block_sizes(query.shape[1], key.shape[1], query.shape[3])
     head_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     settings = _Settings(
         exact=ExactSettings(head_scale, bool(causal), window, logits_soft_cap),
-        tolerance=validate_tolerance(tolerance),
+        tolerance=tolerance,
         path=path,
         blocks=blocks,
         interpret=interpret,

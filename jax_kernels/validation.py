@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from certify.arithmetic import query_factor
+from certify.arithmetic import arithmetic_for, query_factor
+from certify.promise import promise_certifies
 from jax_kernels.config import LARGEST_HEAD_DIM, PATHS, BlockSizes
 from jax_kernels.masks import Masking
 
@@ -93,18 +94,21 @@ def validate_call(
         )
 
 
-def logit_bound_from(promise: Any, query_heads: int) -> jax.Array | None:
-    """The bounds [H] (bits) of a promise, or None where it does not cover every head.
+def logit_bound_from(
+    promise: Any, query: jax.Array, num_keys: int, tolerance: float
+) -> jax.Array | None:
+    """The bounds [H] (bits) of a promise, or None where it does not certify every head.
 
     Args:
         promise: None, a ``StaticCertificate``, or an array [H]. An array that is traced is taken
-            as it is: a head without a finite bound is then left to the check after the loop.
+            as it is: a head whose bound is too large is then left to the check after the loop.
 
     Raises:
         ValueError: where it has another shape or dtype.
     """
     if promise is None:
         return None
+    query_heads = query.shape[2]
     bound = getattr(promise, "logit_bound", promise)
     if jnp.shape(bound) != (query_heads,) or not jnp.issubdtype(
         jnp.result_type(bound), jnp.floating
@@ -113,8 +117,12 @@ def logit_bound_from(promise: Any, query_heads: int) -> jax.Array | None:
             f"promise: got logit bounds of shape {jnp.shape(bound)}; give a StaticCertificate or "
             f"floats (bits) of shape ({query_heads},), one per query head."
         )
-    if not isinstance(bound, jax.core.Tracer) and not np.all(np.isfinite(np.asarray(bound))):
-        return None
+    if not isinstance(bound, jax.core.Tracer):
+        kernel = arithmetic_for(jnp.dtype(query.dtype).name)
+        if num_keys == 0 or not promise_certifies(
+            bound, num_keys=num_keys, tolerance=tolerance, kernel=kernel
+        ):
+            return None
     return jnp.asarray(bound, jnp.float32)
 
 

@@ -3,6 +3,8 @@
 Run as a program: the compiler reads its settings from the environment before jax is imported.
 
     python compile_for_tpu.py TARGET S_q S_k HEADS HEAD_DIM DTYPE PATH
+
+PATH is one of the op's, or "promise": "auto" with a bound on every logit of 60 bits.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ def compile_op(
     """Compile ``attention`` on inputs [1, S, heads * head_dim], as projections leave them."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from jax.experimental import topologies
 
     from jax_kernels import attention
@@ -62,10 +65,17 @@ def compile_op(
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
+    promise = np.full(heads, 60.0, np.float32) if path == "promise" else None
+
     def op(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         split = (x.reshape(1, x.shape[1], heads, head_dim) for x in (query, key, value))
         out, lse, certificate = attention(
-            *split, return_lse=True, return_certificate=True, path=path, interpret=False
+            *split,
+            return_lse=True,
+            return_certificate=True,
+            path="auto" if path == "promise" else path,
+            promise=promise,
+            interpret=False,
         )
         return out.reshape(query.shape), lse, certificate
 

@@ -38,6 +38,16 @@ def test_no_copies_of_large_arrays(target: str, length: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", ["v6e", "tpu7x"])
+def test_promise_drops_the_statistics(target: str) -> None:
+    """Catches: statistics that are computed though nothing reads them; a copy of V for max|v|."""
+    result = compiled(target, 8192, 8192, 5, 128, "bfloat16", "promise")
+    assert result["kernels"] == 2  # fixed stabilizer, online
+    assert result["large_operations"] == []
+    assert result["temporary_bytes"] <= result["query_bytes"] / 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
