@@ -142,11 +142,11 @@ def to_csv(result: AuditResult) -> str:
     for row in head_rows(result):
         used = sorted(row["bound_used"].items(), key=lambda item: -item[1])
         cells = {**row, "bound_used": " ".join(f"{name}:{count}" for name, count in used)}
-        writer.writerow([_cell(cells[name]) for name in COLUMNS])
+        writer.writerow([safe_cell(cells[name]) for name in COLUMNS])
     return buffer.getvalue()
 
 
-def _cell(value: Any) -> Any:
+def safe_cell(value: Any) -> Any:
     if isinstance(value, str):
         return f"'{value}" if value.startswith(_FORMULA_STARTS) else value
     if value is None or (isinstance(value, float) and not math.isfinite(value)):

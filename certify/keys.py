@@ -27,7 +27,6 @@ from certify.summary import (
     summarize_keys,
 )
 
-
 MOST_BLOCKS = 2**13
 """Rows of a summary, at most: what ``arithmetic.EVALUATION_SLACK`` pays for."""
 

@@ -13,17 +13,7 @@ import numpy.typing as npt
 from certify import arithmetic
 from certify.formats import Float32, FloatArray
 from certify.inputs import positive_int
-
-CERTIFICATE_FIELDS = (
-    "verdict",
-    "gap",
-    "budget",
-    "error_bound",
-    "bound_used",
-    "row_sum_min",
-    "row_sum_max",
-)
-"""Lanes of a block's certificate as the kernels return it."""
+from certify.theorem import CERTIFICATE_FIELDS
 
 BLOCK_FIELDS = (
     "num_keys",

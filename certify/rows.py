@@ -261,19 +261,25 @@ def block_record(
     xp = head.backend.xp
     sees = judged if queries.rows is None else judged & xp.any(queries.rows.visible, axis=1)
     lanes = []
-    chosen = None
+    choice = None
     for name in RECORDED_BOUNDS:
         if name == "soft cap" and head.soft_cap is None:
             lanes += [xp.float32(math.nan)] * 2
             continue
         bounds = head.evaluate(queries, name)
-        chosen = bounds if name == "auto" else chosen
+        if name == "auto":
+            choice = theorem.choose_stabilizer(
+                bounds.upper, bounds.lower, bounds.grid_origin, row.limits, xp=xp
+            )
+            # Such a row is not certified, however small its gap: it counts as the worst.
+            far = xp.abs(choice.stabilizer) > arithmetic.LARGEST_STABILIZER
+            bounds = bounds._replace(upper=xp.where(far, xp.inf, bounds.upper))
         gap = bounds.upper - bounds.lower
         gap = xp.where(xp.abs(gap) <= arithmetic.FLOAT32_LARGEST, gap, xp.inf)
         worst = xp.argmax(xp.where(sees, gap, -xp.inf))
         some = xp.any(sees)
         lanes += [xp.where(some, side[worst], math.nan) for side in (bounds.upper, bounds.lower)]
-    assert chosen is not None
+    assert choice is not None
 
     def extreme(array: Array, largest: bool) -> Array:
         fill = -xp.inf if largest else xp.inf
@@ -289,9 +295,6 @@ def block_record(
     if lse is None:
         lanes += [xp.float32(math.nan)] * 2
     else:
-        choice = theorem.choose_stabilizer(
-            chosen.upper, chosen.lower, chosen.grid_origin, row.limits, xp=xp
-        )
         row_sum = lse * math.log2(math.e) - choice.stabilizer
         row_sum = xp.where(row_sum == row_sum, row_sum, -xp.inf)
         lanes += [extreme(row_sum, False), extreme(row_sum, True)]

@@ -22,6 +22,17 @@ Array = Any
 VERDICTS = ("certified", "verified", "recomputed", "exact")
 """Names of the verdict codes 0, 1, 2, 3 of a (batch, head, query block)."""
 
+CERTIFICATE_FIELDS = (
+    "verdict",
+    "gap",
+    "budget",
+    "error_bound",
+    "bound_used",
+    "row_sum_min",
+    "row_sum_max",
+)
+"""What a kernel says of a (batch, head, query block), in this order."""
+
 CERTIFIED, VERIFIED, RECOMPUTED, EXACT = range(4)
 
 ROW_SUM_MAX = 2.0**arithmetic.OVERFLOW_EXPONENT

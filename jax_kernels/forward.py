@@ -34,6 +34,7 @@ from certify.bounds import (
     scaled_reach,
 )
 from certify.summary import NUM_SENTINELS, root_above
+from certify.theorem import CERTIFICATE_FIELDS
 from jax_kernels.config import LANES, Problem, div, rem, round_up
 from jax_kernels.statistics import (
     LOG2_COUNT,
@@ -50,17 +51,6 @@ from jax_kernels.statistics import (
     split_for,
     weighted_squares,
 )
-
-CERTIFICATE_FIELDS = (
-    "verdict",
-    "gap",
-    "budget",
-    "error_bound",
-    "bound_used",
-    "row_sum_min",
-    "row_sum_max",
-)
-"""Lanes of a block's certificate, in this order."""
 
 SUBLANES = 8
 LOWEST = -FLOAT32_LARGEST

@@ -29,6 +29,7 @@ from certify.commands.common import (
     refuse_directories,
     writing,
 )
+from certify.export import safe_cell
 from certify.files import write_atomically
 from certify.static import DEFAULT_NUM_KEYS, StaticCertificate, static_certificates
 
@@ -201,7 +202,8 @@ def _csv_text(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         for head in range(row["heads"]):
             figures = [row[name][head] for name in per_head]
-            writer.writerow([row["layer"], head, *figures, row["budget_bits"], row["reason"]])
+            cells = [row["layer"], head, *figures, row["budget_bits"], row["reason"]]
+            writer.writerow([safe_cell(cell) for cell in cells])
     return output.getvalue()
 
 

@@ -214,3 +214,14 @@ def test_progress_reaches_the_last_layer(checkpoint: Path) -> None:
         checkpoint, progress=lambda done, total: seen.append((done, total))
     )
     assert seen == [(index + 1, len(found)) for index in range(len(found))]
+
+
+def test_csv_holds_no_formulas(tmp_path: Path) -> None:
+    """A tensor named like a formula. Catches a spreadsheet that would run it."""
+    scenario = SCENARIOS["qwen3"]()
+    tensors = {f"=HYPERLINK(1).self_attn.{name}": a for name, a in scenario.tensors.items()}
+    path = write_checkpoint(tmp_path / "model", scenario.config, tensors)
+    run(path, "--csv", tmp_path / "a.csv")
+    cells = (tmp_path / "a.csv").read_text().replace("\n", ",").split(",")
+    assert any("HYPERLINK" in cell for cell in cells)
+    assert not any(cell.lstrip('"').startswith("=") for cell in cells)
