@@ -291,6 +291,10 @@ def studies(tolerances: tuple[float, float] = (2.0**-3, 2.0**-12)) -> list[Study
                 call = CallProblem(each, tolerances[turn % 2], bounds, mask, verified)
                 detail = f"mask: {mask}" if bounds == "auto" else f"bounds: {bounds}"
                 found.append(Study(each, PATHS[2 + verified], detail, call))
+        for verified in (False, True):
+            # More keys than sentinels, so that blocks and ball have a say beside them.
+            call = CallProblem(each, tolerances[0], verified=verified, num_keys=160)
+            found.append(Study(each, PATHS[2 + verified], "160 keys", call))
     return found
 
 

@@ -125,7 +125,8 @@ def test_certified_errors_are_exactly_within_the_bound(
 ) -> None:
     """|o - o_exact| <= E V of the flushing machine, o_exact an enclosure of the real number.
 
-    Catches an oracle that rounds in the machine's favour, and a value hidden from V.
+    And its log-sum-exp is within lse_error_bound. Catches an oracle that rounds in the machine's
+    favour, and a value hidden from V.
     """
     call = random_call(seed, family, keys, 8, dtype, mask, log2_value)
     with np.errstate(all="ignore"):
@@ -152,11 +153,51 @@ def test_certified_errors_are_exactly_within_the_bound(
             low = float(found.value_low[0, 0, row])
             allowed = exact(found.error_bound[0, 0, row]) * exact(low if low > 0 else 1.0)
             assert found.error_bound[0, 0, row] <= found.tolerance
+            true = arb_oracle.log2_sum_exp2([exact(x) for x in logits[row][visible]])
+            bits = exact(found.stabilizer[0, 0, row]) - true
+            bits += arb_oracle.log2(exact(outcome.row_sum[place]))
+            lse_error = abs(bits * arb_oracle.arb.const_log2())
+            assert lse_error <= exact(found.lse_error_bound[0, 0, row]) + exact(2.0**-44)
             for channel in range(2):
                 got = exact(outcome.out[channel, place])
                 # The machine's own float64 arithmetic: 2^-44 of max|v|.
                 slack = exact(float(np.max(np.abs(call.value)))) * exact(2.0**-44)
                 assert abs(got - out[channel]) <= allowed + slack
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    family=st.sampled_from(sorted(families.FAMILIES)),
+    keys=st.integers(1, 60),
+    dtype=st.sampled_from(DTYPES),
+    mask=st.sampled_from(MASKS),
+    log2_tolerance=st.floats(-14.0, -1.0),
+)
+def test_rounded_errors_are_within_both_bounds(
+    seed: int, family: str, keys: int, dtype: str, mask: str, log2_tolerance: float
+) -> None:
+    """With rounding: |o - o_exact| <= E V_lo + rounding_bound V, as the certificate reports both.
+
+    Catches a rounding_bound below what ordinary arithmetic rounds.
+    """
+    call = random_call(seed, family, keys, 8, dtype, mask)
+    with np.errstate(all="ignore"):
+        found = certify.certify(*call.arrays, **call.arguments, tolerance=2.0**log2_tolerance)
+    logits = call.logits()[0, 0]
+    rows = np.flatnonzero(np.isfinite(found.stabilizer[0, 0]) & np.any(np.isfinite(logits), axis=1))
+    if not rows.size:
+        return
+    value = np.repeat(call.value[0, :, 0, :, None], rows.size, axis=2)
+    outcome = machine.run(
+        FlushMachine(dtype, rounded=True), logits[rows].T, value, found.stabilizer[0, 0][rows]
+    )
+    error = machine.errors(outcome, logits[rows].T, value, np.ones(rows.size))
+    seen = np.isfinite(logits[rows])
+    largest = np.max(np.where(seen, np.max(np.abs(call.value[0, :, 0]), axis=1), 0.0), axis=1)
+    allowed = found.error_bound[0, 0][rows] * found.value_low[0, 0][rows]
+    allowed = allowed + found.rounding_bound[0, 0][rows] * largest
+    assert np.all(error <= allowed * (1.0 + 1e-6))
 
 
 @settings(max_examples=200, deadline=None)
@@ -187,7 +228,8 @@ def test_limits_lie_inside_the_exact_interval(
     row = theorem.limits(
         high, value_low=low, num_keys=keys, tolerance=tolerance, kernel=kernel, xp=np
     )
-    row_sum = (row.row_sum_min * np.exp2(np.float32(place))).astype(np.float32)
+    with np.errstate(over="ignore"):
+        row_sum = (row.row_sum_min * np.exp2(np.float32(place))).astype(np.float32)
     reported = theorem.error_from_row_sum(row_sum, row, xp=np)
     with precisely():
         value, n = exact(low[0]), exact(keys)
