@@ -28,7 +28,10 @@ from evidence.tables import Column
 
 ROOT = Path(__file__).resolve().parent.parent
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help=__doc__)
+HELP = "\n\n\b\n".join((__doc__ or "").split("\n\n"))
+"""The paragraphs above, with their line breaks."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help=HELP)
 
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")]

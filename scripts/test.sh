@@ -3,7 +3,7 @@
 # The tests that compile for TPU (minutes each) run with:  bash scripts/test.sh -m slow
 set -euo pipefail
 
-CLIS_TEST_MODULES="pytest xdist pytest_timeout hypothesis ml_dtypes"
+CLIS_TEST_MODULES="pytest xdist pytest_timeout hypothesis flint ml_dtypes"
 source "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 cd -- "$CLIS_ROOT"
 # The tests are about the CPU device and interpret mode, also on a machine with a TPU.
