@@ -39,6 +39,7 @@ NAMED: dict[str, families.Family] = {
     "constant offset, 30 bits": families.offset(30.0),
     "constant offset, 5,000 bits": families.offset(5000.0),
     "orthogonal outliers, small values": families.orthogonal_outliers,
+    "Gaussian, 0.5 bits, beside orthogonal keys": families.beside_orthogonal_keys(0.5),
     "clusters": families.clusters,
 }
 """Values are Gaussian but where the name says so."""

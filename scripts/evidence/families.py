@@ -106,6 +106,21 @@ def orthogonal_outliers(rng: np.random.Generator, rows: int, keys: int, dim: int
     return _float32(query, key, value)
 
 
+def beside_orthogonal_keys(bits: float, reach: float = 210.0) -> Family:
+    """Gaussian logits; two opposite keys orthogonal to every query make |q| |k| reach ``reach``."""
+
+    def draw(rng: np.random.Generator, rows: int, keys: int, dim: int) -> Head:
+        query, key, value = gaussian(bits)(rng, rows, keys, dim)
+        query[:, 0] = 0.0
+        where = rng.choice(keys, min(2, keys), replace=False)
+        size = reach / float(np.max(np.linalg.norm(query, axis=1)))
+        key[where] = 0.0
+        key[where, 0] = [size, -size][: len(where)]
+        return _float32(query, key, value)
+
+    return draw
+
+
 def identical(bits: float) -> Family:
     """All keys are one vector: radius 0, so that only slack keeps S and L apart."""
 
