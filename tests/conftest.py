@@ -17,8 +17,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
-# Every compiled program maps some memory, and a process may have 65,530 mappings: a run of all tests
-# would reach that, and die of it.
+# Every compiled program maps some memory, and a process may have 65,530 mappings: all tests in one
+# process would reach that, and die of it.
 os.environ["XLA_COMPILATION_CACHE_SIZE"] = "32"
 
 

@@ -53,7 +53,7 @@ def attention(
             ``"online"`` is online softmax; ``"clis"`` never recomputes and is for measurement only.
         promise: a ``certify.static.StaticCertificate`` of the layer, or float32 ``[H]``: a bound in
             bits on the absolute logits of each head, for every input (inf: none). Where a
-            certificate covers every head, and whatever a tensor says, no statistics of K are
+            certificate certifies every head, and whatever a tensor says, no statistics of K are
             computed. max|v|, the check after the loop and recomputation stay, so a wrong promise
             costs time and never the answer. Plain CPU tensors and masked calls are exact and need
             none.
@@ -92,7 +92,7 @@ def attention(
         is_causal,
         tolerance,
         path,
-        promise_tensor(promise, query),
+        promise_tensor(promise, query, key, tolerance),
     )
     results = [out]
     if return_lse:

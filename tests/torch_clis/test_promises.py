@@ -75,12 +75,13 @@ def test_a_wrong_promise_gives_the_right_answer(
     assert (fields["verdict"] == VERDICTS.index("recomputed")).any()
 
 
-def test_a_promise_that_leaves_out_a_head_is_none(
-    xla_device: torch.device, generator: torch.Generator
+@pytest.mark.parametrize("bound", [float("inf"), 200.0])
+def test_a_promise_that_does_not_certify_is_none(
+    bound: float, xla_device: torch.device, generator: torch.Generator
 ) -> None:
-    """Fault: the head without a claim loses the statistics that would have certified it."""
+    """Fault: a head without a sufficient claim loses the statistics that would certify it."""
     inputs = moved(_inputs(generator), xla_device)
-    _, fields = _run(inputs, _static(30.0, float("inf")))
+    _, fields = _run(inputs, _static(30.0, bound))
     _, without = _run(inputs, None)
     for name, field in without.items():
         assert torch.equal(fields[name], field)
