@@ -25,7 +25,7 @@ from certify.page import (
 )
 from certify.theorem import VERDICTS
 from certify.totals import MISSING, Totals, percent
-from certify.words import as_run, bits, power_of_two, why
+from certify.words import as_run, bits, power_of_two, tolerance_text, why
 
 SHOWN_AT_ONCE = 16
 """Lines of a table that are not folded away."""
@@ -77,7 +77,7 @@ def _lead(result: AuditResult) -> str:
     text = (
         f"{_number(total, 'query block')} of {_number(heads, 'head')} in "
         f"{_number(len(result.layers), 'layer')}, judged at "
-        f"tolerance {power_of_two(result.tolerance)}: {percent(counts['certified'], total)} are "
+        f"tolerance {tolerance_text(result.tolerance)}: {percent(counts['certified'], total)} are "
         f"proved before the loop, {percent(counts['verified'], total)} after it by their row sums, "
         f"and {percent(counts['recomputed'], total)} are done again with online softmax."
     )
@@ -85,7 +85,7 @@ def _lead(result: AuditResult) -> str:
         text += f" {percent(counts['exact'], total)} used the true row maximum from the start."
     if result.tolerance != result.recorded_tolerance:
         text += (
-            f" The calls ran with tolerance {power_of_two(result.recorded_tolerance)}; what the "
+            f" The calls ran with tolerance {tolerance_text(result.recorded_tolerance)}; what the "
             "row sums would be at this one follows from theirs."
         )
     if result.family != "auto":

@@ -10,7 +10,7 @@ from certify import arithmetic
 from certify.facts import BlockFacts
 from certify.judgement import REASONS, VALUES
 from certify.theorem import CERTIFIED, VERDICTS, VERIFIED
-from certify.words import bits, needed, power_of_two, why
+from certify.words import bits, needed, power_of_two, tolerance_text, why
 
 
 class Step(NamedTuple):
@@ -51,7 +51,7 @@ def _place(facts: BlockFacts) -> Iterator[str]:
         f"{settings.head_dim}, {settings.dtype}, scale {settings.scale:.6g}{cap}{mask}."
     )
     if facts.as_run != "not run":
-        yield f"As run, at tolerance {power_of_two(facts.recorded_tolerance)}: {facts.as_run}."
+        yield f"As run, at tolerance {tolerance_text(facts.recorded_tolerance)}: {facts.as_run}."
 
 
 def _budget(facts: BlockFacts) -> Iterator[str]:

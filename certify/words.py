@@ -32,6 +32,12 @@ def power_of_two(number: float) -> str:
     return f"{sign}2^{math.log2(abs(number)):.1f}".removesuffix(".0")
 
 
+def tolerance_text(tolerance: float) -> str:
+    """2^-12 where that is exact, else the number."""
+    exact = math.frexp(tolerance)[0] == 0.5
+    return power_of_two(tolerance) if exact else f"{tolerance:.6g}"
+
+
 def bits(number: float) -> str:
     """A number of bits with one decimal, without one from 100 on."""
     if math.isnan(number):
@@ -119,7 +125,7 @@ def _after_the_loop(facts: BlockFacts) -> str:
 def as_run(result: AuditResult) -> str:
     """What the verdicts of the run were."""
     ran = ", ".join(f"{count:,} {name}" for name, count in result.as_run.items())
-    return f"As run at tolerance {power_of_two(result.recorded_tolerance)}: {ran}."
+    return f"As run at tolerance {tolerance_text(result.recorded_tolerance)}: {ran}."
 
 
 def needed(facts: BlockFacts) -> Iterator[str]:

@@ -31,6 +31,7 @@ from jax_kernels.config import Problem, div, rem, round_up
 HEADS_PER_GATHER = 512
 """Positions of sentinels that one call holds in scalar memory: 256 kB."""
 
+BLOCKS_PER_STEP = 2
 SENTINELS_PER_STEP = 8
 
 ROW_TILE = 16
@@ -183,16 +184,22 @@ def _pass_kernel(
     *,
     problem: Problem,
 ) -> None:
-    """One block of keys: mean and running max|v| [1, width], distances by class [heads, 8, 128]."""
-    block = pl.program_id(1)
-    left = problem.key_length - block * KEYS_PER_BLOCK
+    """Blocks of keys: means and running max|v| [1, width], distances by class [heads, 8, 128]."""
+    step = pl.program_id(1)
 
-    def scan(inside: jax.Array | None) -> None:
+    def scan(turn: int, masked: bool) -> None:
+        block = step * BLOCKS_PER_STEP + turn
+        left = problem.key_length - block * KEYS_PER_BLOCK
+        inside = None
+        if masked:
+            inside = jax.lax.broadcasted_iota(jnp.int32, (KEYS_PER_BLOCK, 1), 0) < left
+        place = slice(turn * KEYS_PER_BLOCK, (turn + 1) * KEYS_PER_BLOCK)
+
         def valid(array: jax.Array) -> jax.Array:
             return array if inside is None else jnp.where(inside, array, 0.0)
 
-        keys = valid(key_ref[0].astype(jnp.float32))
-        count = jnp.minimum(left, KEYS_PER_BLOCK).astype(jnp.float32)
+        keys = valid(key_ref[0, place].astype(jnp.float32))
+        count = jnp.clip(left, 1, KEYS_PER_BLOCK).astype(jnp.float32)
         mean = jnp.sum(keys, axis=0, keepdims=True) / count
         mean_ref[0, pl.ds(block, 1), :] = mean
         difference = valid(keys - mean)
@@ -212,19 +219,24 @@ def _pass_kernel(
             if inside is not None:
                 sums = jnp.where(lanes < left, sums, -1.0)
             rows = (sums[row : row + 1] for row in (PLAIN, SCALED))
-            class_ref[0, head, 0] = _classes(*rows)
-        magnitude = valid(jnp.abs(value_ref[0].astype(jnp.float32)))
+            class_ref[0, head, turn] = _classes(*rows)
+        magnitude = valid(jnp.abs(value_ref[0, place].astype(jnp.float32)))
         # Of non-negative numbers the bits are in order, with inf and then NaN at the top.
         bits = jnp.max(jax.lax.bitcast_convert_type(magnitude, jnp.int32), axis=0, keepdims=True)
         largest = finite_or_inf(jax.lax.bitcast_convert_type(bits, jnp.float32))
         value_ref_max[0] = jnp.where(block == 0, largest, jnp.maximum(value_ref_max[0], largest))
 
-    if problem.key_length % KEYS_PER_BLOCK == 0:
-        scan(None)
+    def scan_all(masked: bool) -> None:
+        for turn in range(BLOCKS_PER_STEP):
+            scan(turn, masked)
+
+    keys_per_step = BLOCKS_PER_STEP * KEYS_PER_BLOCK
+    if problem.key_length % keys_per_step == 0:
+        scan_all(False)
         return
-    position = jax.lax.broadcasted_iota(jnp.int32, (KEYS_PER_BLOCK, 1), 0)
-    pl.when(left >= KEYS_PER_BLOCK)(lambda: scan(None))
-    pl.when(left < KEYS_PER_BLOCK)(lambda: scan(position < left))
+    whole = (step + 1) * keys_per_step <= problem.key_length
+    pl.when(whole)(lambda: scan_all(False))
+    pl.when(jnp.logical_not(whole))(lambda: scan_all(True))
 
 
 class _Scan(NamedTuple):
@@ -249,26 +261,28 @@ def _scan_keys(key: jax.Array, value: jax.Array, problem: Problem) -> _Scan:
     blocks, rows = num_statistics_blocks(problem), num_block_rows(problem)
     width, heads = problem.group_width, problem.heads_per_group
 
-    def key_block(group: Any, block: Any) -> tuple[Any, Any, Any]:
-        return div(group, problem.key_groups), block, rem(group, problem.key_groups)
+    def key_block(group: Any, step: Any) -> tuple[Any, Any, Any]:
+        return div(group, problem.key_groups), step, rem(group, problem.key_groups)
 
     whole = pl.BlockSpec((1, 1, width), lambda group, block: (group, 0, 0))
     by_channel = jax.ShapeDtypeStruct((groups, 1, width), jnp.float32)
-    tile = (CLASS_ROWS, NUM_SENTINELS)
+    tile, steps = (CLASS_ROWS, NUM_SENTINELS), -(-blocks // BLOCKS_PER_STEP)
     mean, scale, classes, value_max = pl.pallas_call(
         lambda *refs: _pass_kernel(*refs, problem=problem),
-        grid=(groups, blocks),
-        in_specs=[pl.BlockSpec((1, KEYS_PER_BLOCK, width), key_block)] * 2,
+        grid=(groups, steps),
+        in_specs=[pl.BlockSpec((1, BLOCKS_PER_STEP * KEYS_PER_BLOCK, width), key_block)] * 2,
         out_specs=[
             pl.BlockSpec((1, rows, width), lambda group, block: (group, 0, 0)),
             whole,
-            pl.BlockSpec((1, heads, 1, *tile), lambda group, block: (group, 0, block, 0, 0)),
+            pl.BlockSpec(
+                (1, heads, BLOCKS_PER_STEP, *tile), lambda group, step: (group, 0, step, 0, 0)
+            ),
             whole,
         ],
         out_shape=[
             jax.ShapeDtypeStruct((groups, rows, width), jnp.float32),
             by_channel,
-            jax.ShapeDtypeStruct((groups, heads, blocks, *tile), jnp.float32),
+            jax.ShapeDtypeStruct((groups, heads, steps * BLOCKS_PER_STEP, *tile), jnp.float32),
             by_channel,
         ],
         interpret=problem.interpret,
@@ -278,7 +292,7 @@ def _scan_keys(key: jax.Array, value: jax.Array, problem: Problem) -> _Scan:
     return _Scan(
         mean=mean[:, :blocks].reshape(groups, blocks, heads, problem.head_dim),
         scale=scale.reshape(by_head),
-        classes=classes,
+        classes=classes[:, :, :blocks],
         value_max=jnp.max(value_max.reshape(by_head), axis=-1),
     )
 

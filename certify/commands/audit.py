@@ -35,7 +35,7 @@ from certify.report import verdict_table
 from certify.tensor_recording import CallOptions
 from certify.theorem import VERDICTS
 from certify.totals import percent
-from certify.words import as_run, power_of_two
+from certify.words import as_run, tolerance_text
 
 EXAMPLE = f"""\b
 Example, with tensors made on the spot; the second line audits a recording of them:
@@ -143,7 +143,7 @@ def _print_summary(console: Console, result: AuditResult) -> None:
     say(
         console,
         f"{certified} of {total} query blocks are certified at tolerance "
-        f"{power_of_two(result.tolerance)} ({shares or 'nothing recorded'}).",
+        f"{tolerance_text(result.tolerance)} ({shares or 'nothing recorded'}).",
     )
     if result.as_run:
         say(console, as_run(result))

@@ -32,6 +32,7 @@ from certify.commands.common import (
 from certify.export import safe_cell
 from certify.files import write_atomically
 from certify.static import DEFAULT_NUM_KEYS, StaticCertificate, static_certificates
+from certify.words import tolerance_text
 
 EXAMPLE = """\b
 Example, with a checkpoint of norms made on the spot:
@@ -76,7 +77,10 @@ def weights(
         ),
     ] = None,
 ) -> None:
-    """Certify attention from a checkpoint's weights alone: for every input, before it runs."""
+    """Certify from weights alone.
+
+    What a checkpoint's QK norms and soft caps prove of every input, before the model runs.
+    """
     console = Console()
     with failing_in_one_line():
         _check_num_keys(num_keys)
@@ -164,7 +168,7 @@ def _explain(
     certified, heads = (sum(row[key] for row in rows) for key in ("certified_heads", "heads"))
     words = [
         f"{certified} of {heads} heads are certified for every input at tolerance "
-        f"{settings['tolerance']:.3g}, in {settings['dtype']}, with up to "
+        f"{tolerance_text(settings['tolerance'])}, in {settings['dtype']}, with up to "
         f"{settings['num_keys']:,} keys, where the budget is {_bits(rows[0]['budget_bits'])} bits: "
         "no logit is larger than the bound, so the stabilizer needs no statistics of the keys. "
         "Condition: the head's max|v| lies in the window shown, which the kernel checks. An "

@@ -136,9 +136,9 @@ class RowProblem:
 class CallProblem:
     """Whole calls: two queries that share keys and values, judged row by row.
 
-    Genes: query [rows, D], key [n, D], value [n, C], log2 of scale and of max|v|. Some candidates
-    start as two opposite keys orthogonal to the queries, which a bound cannot tell from large
-    logits.
+    Genes: query [rows, D], key [n, D], value [n, C], which mask of its kind, log2 of scale and of
+    max|v|. Some candidates start as two opposite keys orthogonal to the queries, which a bound
+    cannot tell from large logits.
     """
 
     machine: FlushMachine
@@ -156,7 +156,7 @@ class CallProblem:
         return rows, keys, self.num_keys * self.channels
 
     def draw(self, rng: np.random.Generator, size: int) -> Float64:
-        genes = rng.standard_normal((size, sum(self._sizes()) + 2))
+        genes = rng.standard_normal((size, sum(self._sizes()) + 3))
         genes[:, -2:] *= rng.choice([0.1, 1.0], (size, 2))
         rows, keys, _ = self._sizes()
         outliers = rng.uniform(size=size) < 0.25
@@ -170,7 +170,7 @@ class CallProblem:
     def call(self, genes: Float64) -> Call:
         """The attention call of candidates [P, genes], one batch element each."""
         size = len(genes)
-        query, key, value = np.split(genes[:, :-2], np.cumsum(self._sizes())[:2], axis=1)
+        query, key, value = np.split(genes[:, :-3], np.cumsum(self._sizes())[:2], axis=1)
         scale = np.exp2(np.clip(8.0 * genes[:, -2], -20.0, 20.0))[:, None]
         value_scale = np.exp2(np.clip(32.0 * genes[:, -1], -100.0, 100.0))[:, None]
         dtype = self.machine.dtype
@@ -182,8 +182,26 @@ class CallProblem:
             ),
             dtype=dtype,
             scale=0.7,
-            **masking(self.mask, np.random.default_rng(0), size, self.rows_each, self.num_keys),
+            **self._masking(np.abs(genes[:, -3])),
         )
+
+    def _masking(self, numbers: Float64) -> dict[str, Any]:
+        """A mask for each candidate, by its number; one for all where a call can have only one."""
+        seeds = np.minimum(16.0 * numbers, 2.0**31).astype(np.int64)
+        each = [
+            masking(self.mask, np.random.default_rng(seed), 1, self.rows_each, self.num_keys)
+            for seed in seeds
+        ]
+        together = dict(each[0])
+        for name in ("key_lengths", "attn_mask"):
+            if name in together:
+                together[name] = np.concatenate([one[name] for one in each])
+        if "segment_ids" in together:
+            pairs = [one["segment_ids"] for one in each]
+            together["segment_ids"] = tuple(
+                np.concatenate(side) for side in zip(*pairs, strict=True)
+            )
+        return together
 
     def score(self, genes: Float64, rng: np.random.Generator) -> Scores:
         # Numbers that overflow or are not finite are ordinary here; they must not be certified.
@@ -223,9 +241,13 @@ class CallProblem:
             stabilizer = np.where(sure, stabilizer, np.float32(0.0))
             outcome = machine.run(self.machine, rows.logits, rows.value, stabilizer, order)
             return certificate.error_bound.ravel().astype(np.float64), sure, outcome
+        low = certificate.value_low.ravel()
+        ratio = np.where(low > 0, rows.largest / low, 1.0).astype(np.float32)
         limits = theorem.limits(
             certificate.value_high.ravel(),
-            value_low=certificate.value_low.ravel(),
+            value_low=low,
+            # Values that V_lo does not speak of, where a bias puts their keys far below others.
+            value_ratio=np.nextafter(np.maximum(ratio, np.float32(1.0)), np.float32(np.inf)),
             num_keys=call.shape[3],
             tolerance=self.tolerance,
             kernel=kernel_of(self.machine.dtype),
@@ -244,26 +266,33 @@ class CallProblem:
 
 @dataclass(frozen=True)
 class _Rows:
-    """All rows of a call side by side: logits [n, R], value [n, C, R], is a key seen [R]."""
+    """All rows of a call side by side: logits [n, R], value [n, C, R], is a key seen [R].
+
+    ``largest`` is max|v| over the keys that a row sees [R].
+    """
 
     logits: Any
     value: Any
     sees: Any
+    largest: Any
 
 
 def _rows_of(call: Call) -> _Rows:
     logits = call.logits()
-    sees = np.any(np.isfinite(logits), axis=-1)
+    seen = np.isfinite(logits)
+    sees = np.any(seen, axis=-1)
     # Rows that see nothing are not judged; any logits will do.
     logits = np.where(sees[..., None], logits, 0.0)
     batch, heads, rows, keys = call.shape
     value = np.broadcast_to(
         call.row_values()[:, :, None], (batch, heads, rows, keys, call.value.shape[3])
     )
+    size = np.where(seen, np.max(np.abs(value), axis=-1), 0.0)
     return _Rows(
         logits.reshape(-1, keys).T.astype(np.float32),
         np.moveaxis(value.reshape(-1, keys, value.shape[-1]), 0, -1),
         sees.ravel(),
+        np.max(size, axis=-1).ravel(),
     )
 
 

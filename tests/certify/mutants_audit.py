@@ -286,7 +286,7 @@ MUTANTS = [
     ),
     Mutant(
         "formulas in the CSV",
-        export._cell,
+        export.safe_cell,
         "if value.startswith(_FORMULA_STARTS)",
         "if False",
         test_audit_report.test_csv_is_safe_in_a_spreadsheet,

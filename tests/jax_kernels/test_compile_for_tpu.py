@@ -87,3 +87,21 @@ def test_the_reader_sees_copies() -> None:
         ]
     )
     assert len(large_operations(text, 8190 * 640 * 2)) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v6e", "tpu7x"])
+def test_statistics_cost_at_most_one_percent(target: str) -> None:
+    """Of the op's cycles by the compiler's schedule, at the length of a 720p video.
+
+    Catches: a certificate that is paid for with the time it saves.
+    """
+    program = PROGRAM.with_name("statistics_share.py")
+    command = [sys.executable, str(program), target, "75600", "5", "128"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=850)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"{target}: statistics take {found['share']:.2%} of {found['total']} cycles")
+    assert found["clis_fixed"] > 13_627 * 2_500, "the schedule was not read"
+    assert 0.001 < found["share"] <= 0.01

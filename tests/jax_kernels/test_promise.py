@@ -29,7 +29,7 @@ def _largest_logits(query: jax.Array, key: jax.Array) -> np.ndarray:
     return np.abs(logits * scale).max(axis=(0, 2, 3))
 
 
-def _inputs(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
+def _inputs(dtype: str, shape: tuple[int, int, int, int, int, int]) -> dict[str, Any]:
     query, key, value = random_inputs(shape, dtype)
     return {"query": query, "key": key, "value": value}
 
@@ -38,7 +38,7 @@ def _inputs(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "shape", [(2, 300, 1500, 2, 2, 64), (1, 300, 1500, 3, 3, 64), (1, 300, 1100, 4, 2, 128)]
 )
-def test_kept_promise_certifies(shape: tuple[int, ...], dtype: str) -> None:
+def test_kept_promise_certifies(shape: tuple[int, int, int, int, int, int], dtype: str) -> None:
     """Catches: a bound of another head, a group that is padded wrongly, a budget without it."""
     inputs = _inputs(dtype, shape)
     promise = (_largest_logits(inputs["query"], inputs["key"]) + 0.1).astype(np.float32)
