@@ -71,6 +71,7 @@ def record(
     Raises:
         TypeError: for a model that is no module.
         ValueError: as `Recorder`; at the end where no attention call was recorded.
+        OSError: at the end where the file cannot be written.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(

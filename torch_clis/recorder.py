@@ -236,7 +236,8 @@ class Recorder:
             settings: JSON-able, shown in reports.
 
         Raises:
-            ValueError: where nothing was recorded, no path is known, or it cannot be written.
+            ValueError: where nothing was recorded or no path is known.
+            OSError: where the file cannot be written; what was recorded is kept.
         """
         target = self.path if path is None else _checked_path(path)
         if target is None:

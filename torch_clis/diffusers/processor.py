@@ -150,7 +150,8 @@ class CLiSProcessor:
             path: None: the file given as ``record``.
 
         Raises:
-            ValueError: where nothing is or was recorded, or the file cannot be written.
+            ValueError: where nothing is or was recorded.
+            OSError: where the file cannot be written; what was recorded is kept.
         """
         if self.recorder is None:
             raise ValueError(
