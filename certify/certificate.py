@@ -131,7 +131,7 @@ class Certificate:
         try:
             document = json.loads(text)
             schema, version = document["schema"], document["version"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"text: not the JSON of a certificate ({error!r}).") from error
         if schema != SCHEMA or version != SCHEMA_VERSION:
             raise ValueError(

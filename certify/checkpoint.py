@@ -181,7 +181,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError, RecursionError) as error:
         raise ValueError(
             f"{file}: not a complete .safetensors file ({error}). It may be truncated or of "
             "another format; download it again."
@@ -201,7 +201,7 @@ def _read_json(path: Path, advice: str) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}). {advice}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}). {advice}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path}: not a JSON object. {advice}")

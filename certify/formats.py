@@ -79,3 +79,8 @@ def read_array(argument: str, array: Any) -> FloatArray:
     if name not in FLOAT_NAMES:
         raise ValueError(f"{argument}: got dtype {name}; pass bfloat16, float16 or float32.")
     return FloatArray(values.astype(np.float32), name)
+
+
+def printable(text: str) -> str:
+    """A name from a file with its control characters written out, so that no terminal obeys it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -34,7 +34,7 @@ from safetensors.numpy import save_file
 
 from certify import arithmetic
 from certify.files import replacing
-from certify.formats import FloatArray, bfloat16_to_float32
+from certify.formats import FloatArray, bfloat16_to_float32, printable
 from certify.recorded_layers import (
     CERTIFICATE_FIELDS,
     KeptRows,
@@ -42,6 +42,7 @@ from certify.recorded_layers import (
     LayerSettings,
     record_fields,
 )
+from certify.theorem import VERDICTS
 
 __all__ = [
     "CERTIFICATE_FIELDS",
@@ -244,7 +245,7 @@ def read_recording(path: Path) -> Recording:
                 families=tuple(layout["families"]),
                 tolerance=layout["tolerance"],
                 not_recorded=layout["passes_not_recorded"],
-                created_by=str(layout["created_by"]),
+                created_by=printable(str(layout["created_by"])),
                 settings=dict(layout["settings"]),
             )
             if tuple(layout["record_fields"]) != recording.fields:
@@ -299,7 +300,7 @@ def _blaming(path: Path) -> Iterator[None]:
         yield
     except KeyError as error:
         raise ValueError(f"{path}: a damaged recording: it lacks {error}.") from error
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: a damaged recording: {error}") from error
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: a damaged recording: {error}") from error
@@ -351,12 +352,16 @@ class _LayersInFile(Sequence[LayerPasses]):
 
     def _read(self, file: Any, index: int) -> LayerPasses:
         entry = self._entries[index]
-        settings = _settings(entry)
+        settings, name = _settings(entry), entry["name"]
+        certificate = file.get_tensor(f"{index}.certificate")
+        verdict = certificate[..., 0]
+        if not np.all(np.isnan(verdict) | np.isin(verdict, range(len(VERDICTS)))):
+            raise ValueError(f"{index}.certificate holds a verdict that does not exist")
         return LayerPasses(
-            name=entry["name"],
+            name=printable(name) if isinstance(name, str) else name,
             settings=settings,
             bounds=file.get_tensor(f"{index}.bounds"),
-            certificate=file.get_tensor(f"{index}.certificate"),
+            certificate=certificate,
             passes=file.get_tensor(f"{index}.pass"),
             kept=tuple(
                 _kept_rows(file, f"{index}.kept.{number}.", place, settings.dtype)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from certify import arithmetic, theorem
 from certify.bounds import promised_bounds
 from certify.checkpoint import open_checkpoints
-from certify.formats import Float32
+from certify.formats import Float32, printable
 from certify.static_layers import find_layers, layer_bound
 
 DEFAULT_NUM_KEYS = 2**17
@@ -179,7 +179,7 @@ class StaticCertificate:
         try:
             document: dict[str, Any] = json.loads(text)
             schema, version = document["schema"], document["version"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"text: not the JSON of a static certificate ({error!r}).") from error
         if schema != SCHEMA or version != SCHEMA_VERSION:
             raise ValueError(
@@ -231,7 +231,7 @@ def static_certificates(
         bound, reason = layer_bound(checkpoint, layer, dtype=dtype)
         certificates.append(
             StaticCertificate(
-                layer=f"{checkpoint.prefix}{layer.name}",
+                layer=printable(f"{checkpoint.prefix}{layer.name}"),
                 logit_bound=bound,
                 reason=reason,
                 dtype=dtype,

@@ -181,6 +181,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "other verdicts": (lambda _, y: y.update(certificate_fields=["gap"]), "certificate_fields"),
     "negative": (lambda _, y: y.update(passes_not_recorded=-1), "not_recorded"),
     "layers": (lambda _, y: y.update(layers=7), "damaged"),
+    "verdict": (lambda a, _: a["0.certificate"].__setitem__((..., 0), 1e30), "verdict"),
     "settings": (lambda _, y: y.update(settings=[1]), "damaged"),
 }
 
@@ -201,10 +202,23 @@ def test_files_that_contradict_themselves(file: Path, damage: str) -> None:
 
 def test_layout_that_is_no_json(file: Path) -> None:
     """Catches an error of the JSON parser that reaches the user."""
-    rewritten(file, lambda _, metadata: metadata.update(layout="{"))
-    refused(file, "damaged")
+    for text in ("{", "[" * 100_000):
+        rewritten(file, lambda _, metadata, text=text: metadata.update(layout=text))  # type: ignore[misc]
+        refused(file, "damaged")
     rewritten(file, lambda _, metadata: metadata.pop("layout"))
     refused(file, "layout")
+
+
+def test_names_cannot_steer_a_terminal(file: Path) -> None:
+    """Catches an escape sequence of a file that reaches the terminal, or a table of many lines."""
+
+    def rename(_: dict[str, Any], metadata: dict[str, str]) -> None:
+        layout = json.loads(metadata["layout"])
+        layout["layers"][0]["name"] = "a\x1b[31m\nb\u202e"
+        metadata["layout"] = json.dumps(layout)
+
+    rewritten(file, rename)
+    assert read_recording(file).layers[0].name == r"a\x1b[31m\nb\u202e"
 
 
 def test_file_that_vanishes(file: Path) -> None:
