@@ -233,7 +233,7 @@ def static_certificates(
             StaticCertificate(
                 layer=printable(f"{checkpoint.prefix}{layer.name}"),
                 logit_bound=bound,
-                reason=reason,
+                reason=printable(reason),
                 dtype=dtype,
                 fewest_keys=1 if layer.causal else None,
             )

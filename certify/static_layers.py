@@ -56,6 +56,9 @@ SMALLEST_EPSILON = 2.0**-100
 """Below this a norm's eps no longer covers squares that are flushed: a vector of tiny numbers could
 leave the norm longer than sqrt(N)."""
 
+LARGEST_COUNT = 2**16
+"""Of heads or channels: a larger number is damage, and would not fit into memory."""
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -210,8 +213,15 @@ class _LayerReader:
         keys = expression.split("//")
         if any(self.config.get(key) is None for key in keys):
             return None
-        numbers = [int(self.number(key)) for key in keys]
+        numbers = [self._whole(key) for key in keys]
         return numbers[0] // numbers[1] if len(numbers) == 2 else numbers[0]
+
+    def _whole(self, key: str) -> int:
+        number = self.number(key)
+        if number > LARGEST_COUNT:
+            where = self.checkpoint.path / "config.json"
+            raise ValueError(f"{where}: {key} is {number:g}; no model has above {LARGEST_COUNT}.")
+        return int(number)
 
     def norm_bound(self, rule: LayerRule, norm: NormKind, dtype: str) -> tuple[Float32, str]:
         self._refuse_small_epsilon()

@@ -153,6 +153,8 @@ NORM = "model.layers.0.self_attn.q_norm.weight"
         (change_config(num_attention_heads=3), "do not divide"),
         (change_config(num_attention_heads="many"), "must be a number above 0"),
         (change_config(num_attention_heads=-4), "must be a number above 0"),
+        (change_config(num_attention_heads=10**9), "no model has above"),
+        (change_config(num_attention_heads=float("inf")), "no model has above"),
         (change_config(rope_scaling=5, head_dim=-1), "must be a number above 0"),
         (write_index({NORM: "gone.safetensors"}), "shard gone.safetensors is missing"),
         (write_index({NORM: "../part.safetensors"}), "not a file beside it"),
