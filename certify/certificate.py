@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from certify import arithmetic
+from certify.files import parse_json
 from certify.formats import Float32
 from certify.inputs import positive_int
 
@@ -129,9 +130,9 @@ class Certificate:
             ValueError: when the text is not one, or of another version of the schema.
         """
         try:
-            document = json.loads(text)
+            document = parse_json(text)
             schema, version = document["schema"], document["version"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"text: not the JSON of a certificate ({error!r}).") from error
         if schema != SCHEMA or version != SCHEMA_VERSION:
             raise ValueError(

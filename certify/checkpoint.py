@@ -5,7 +5,6 @@ Only headers are read until a tensor is asked for. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
+from certify.files import parse_json
 from certify.formats import bfloat16_to_float32
 
 PIPELINE_PARTS = ("transformer", "transformer_2")
@@ -180,8 +180,8 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             pass
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
-    except (OSError, safetensors.SafetensorError, RecursionError) as error:
+            header = parse_json(stream.read(length))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(
             f"{file}: not a complete .safetensors file ({error}). It may be truncated or of "
             "another format; download it again."
@@ -198,10 +198,10 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
 
 def _read_json(path: Path, advice: str) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}). {advice}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}). {advice}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path}: not a JSON object. {advice}")

@@ -1,12 +1,14 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and what is read from files of anyone."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -37,3 +39,15 @@ def write_atomically(path: Path, text: str) -> None:
     with replacing(path) as temporary:
         # Newlines as they are: a CSV writer ends its lines itself.
         temporary.write_text(text, encoding="utf-8", newline="")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: where it is no JSON, or nested deeper than any file of ours.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from certify import arithmetic
 from certify.formats import Float32, FloatArray
 from certify.inputs import positive_int
-from certify.theorem import CERTIFICATE_FIELDS
+from certify.theorem import CERTIFICATE_FIELDS, VERDICTS
 
 BLOCK_FIELDS = (
     "num_keys",
@@ -158,6 +158,9 @@ class LayerPasses:
         for name in ("bounds", "certificate"):
             if getattr(self, name).dtype != np.float32:
                 raise ValueError(f"{name}: got {getattr(self, name).dtype}; expected float32.")
+        verdict = self.certificate[..., CERTIFICATE_FIELDS.index("verdict")]
+        if not np.all(np.isnan(verdict) | np.isin(verdict, range(len(VERDICTS)))):
+            raise ValueError(f"certificate: layer {self.name!r} has a verdict that does not exist.")
         for kept in self.kept:
             self._check_kept(kept)
 

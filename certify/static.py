@@ -15,6 +15,7 @@ import numpy.typing as npt
 from certify import arithmetic, theorem
 from certify.bounds import promised_bounds
 from certify.checkpoint import open_checkpoints
+from certify.files import parse_json
 from certify.formats import Float32, printable
 from certify.static_layers import find_layers, layer_bound
 
@@ -177,9 +178,9 @@ class StaticCertificate:
             ValueError: when the text is not one, or of another version of the schema.
         """
         try:
-            document: dict[str, Any] = json.loads(text)
+            document: dict[str, Any] = parse_json(text)
             schema, version = document["schema"], document["version"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"text: not the JSON of a static certificate ({error!r}).") from error
         if schema != SCHEMA or version != SCHEMA_VERSION:
             raise ValueError(

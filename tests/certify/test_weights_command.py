@@ -164,6 +164,15 @@ def test_names_from_files_are_not_markup(tmp_path: Path) -> None:
     assert "model.[red]x.self_attn" in result.output and "[bold] is not a class" in result.output
 
 
+def test_names_from_files_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    """Catches an escape sequence in a layer's name or a config that reaches the terminal."""
+    tensors = {"model.\x1b[31mx.self_attn.q_norm.weight": np.ones(4)}
+    write_checkpoint(tmp_path, {"model_type": "qwen\x1b[0m"}, tensors)
+    (found,) = static_certificates(tmp_path)
+    assert found.layer == r"model.\x1b[31mx.self_attn" and r"qwen\x1b[0m" in found.reason
+    assert "\x1b" not in run(tmp_path).output
+
+
 def test_worst_head_is_named(tmp_path: Path) -> None:
     """Catches the figures of the first head standing for all."""
     scenario = SCENARIOS["olmo2"]()
