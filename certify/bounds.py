@@ -5,6 +5,7 @@ the row of the summary that stands for k:
 
 * ``ball_reach``: |q| |k - c| (Cauchy-Schwarz), for blocks of keys and for all keys as one ball;
 * ``scaled_reach``: |q s| |(k - c) / s| for fixed positive channel scales s;
+* ``saving``: less, for a row of the summary of which few keys lie at the edge of its reach;
 * ``box_reach``: sum_d |q_d| |k_d - c_d|, from the largest deviation of each channel;
 * ``soft_capped``: a capped logit is monotone in the logit, and never beyond the cap.
 
@@ -19,7 +20,7 @@ import math
 from typing import Any, NamedTuple
 
 from certify import arithmetic
-from certify.summary import EMPTY, Array
+from certify.summary import EMPTY, SAVING_BITS, Array
 
 BOUND_NAMES = (
     "none",
@@ -90,18 +91,56 @@ def code_of(name: str) -> float:
     return float(BOUND_NAMES.index(name))
 
 
-def ball_reach(reach: Array, query_norm: Array) -> Array:
-    """How far a logit lies from its center's: |q| R."""
-    return reach * query_norm
+class Reach(NamedTuple):
+    """How far the logits behind each row of a summary lie from its center's, [..., rows, queries].
+
+    Attributes:
+        up: bits above or below, for every key.
+        saving: bits by which log2 of the sum over all keys is less than ``up`` says.
+        scaled: whether channels are scaled, one bool or each.
+    """
+
+    up: Array
+    saving: Array
+    scaled: Array
 
 
-def scaled_reach(scaled_radius: Array, scaled_query_norm: Array, slack: Array) -> Array:
+def saving(reach: Array, saved: Array, *, xp: Any) -> Array:
+    """Bits by which a sum of keys is below their number times 2^reach, for any reach.
+
+    log2 of sum_j 2^(x r_j / R - x) is convex in the reach x and never rises; at x = 0 it is that of
+    the number of keys, at ``SAVING_BITS`` less by ``saved``.
+    """
+    return xp.minimum(reach * (1.0 / SAVING_BITS), 1.0) * saved
+
+
+def ball_reach(reach: Array, saved: Array, query_norm: Array, *, xp: Any) -> Reach:
+    """|q| R. Rounding of the logits is part of ``reach``."""
+    up = reach * query_norm
+    return Reach(up, saving(up, saved, xp=xp), scaled=False)
+
+
+def scaled_reach(
+    scaled_radius: Array, scaled_saved: Array, scaled_query_norm: Array, slack: Array, *, xp: Any
+) -> Reach:
     """The same with channels scaled: |q s| max |(k - c) / s|, for any positive s.
 
     Args:
         slack: for the rounding of the logits, bits.
     """
-    return scaled_radius * scaled_query_norm * (1.0 + arithmetic.COEFFICIENT_SLACK) + slack
+    measured = scaled_radius * scaled_query_norm * (1.0 + arithmetic.COEFFICIENT_SLACK)
+    less = saving(measured, scaled_saved, xp=xp)
+    return Reach(measured + slack, less, scaled=True)
+
+
+def smaller_reach(plain: Reach, scaled: Reach, *, xp: Any) -> Reach:
+    """Row by row whichever bounds the sum of all keys from above more tightly."""
+    take = scaled.up - scaled.saving < plain.up - plain.saving
+    return Reach(
+        up=xp.where(take, scaled.up, plain.up),
+        saving=xp.where(take, scaled.saving, plain.saving),
+        scaled=take,
+    )
 
 
 def box_reach(half_width: Array, query: Array, slack: Array, *, matmul: Any, xp: Any) -> Array:
@@ -122,16 +161,15 @@ def soft_capped(logits: Array, cap: float, *, xp: Any) -> Array:
     return cap * xp.tanh(logits / cap)
 
 
-def exponents(
-    logits: Array, log2_count: Array, distance_up: Array, distance_down: Array
-) -> Exponents:
+def exponents(logits: Array, log2_count: Array, reach: Reach, distance_down: Array) -> Exponents:
     """Exponents where every query sees every key and nothing is capped."""
-    return Exponents(logits + (log2_count + distance_up), logits + (log2_count - distance_down))
+    up = reach.up - reach.saving
+    return Exponents(logits + (log2_count + up), logits + (log2_count - distance_down))
 
 
 def masked_exponents(
     logits: Array,
-    distance_up: Array,
+    reach: Reach,
     distance_down: Array,
     seen: Seen,
     *,
@@ -142,10 +180,12 @@ def masked_exponents(
 
     Jensen's inequality holds for the mean of the keys behind a row of the summary: where a query
     sees only some of them, or where the cap bends the logits, each key is taken at the lower edge
-    of its reach.
+    of its reach, and nothing is saved.
     """
-    high, edge, mean = logits + distance_up, logits - distance_up, logits - distance_down
-    if soft_cap is not None:
+    high, edge, mean = logits + reach.up, logits - reach.up, logits - distance_down
+    if soft_cap is None:
+        high = high - xp.where(seen.whole, reach.saving, 0.0)
+    else:
         slack = soft_cap * arithmetic.TANH_ERROR
         high = soft_capped(high, soft_cap, xp=xp) + slack
         edge = mean = soft_capped(edge, soft_cap, xp=xp) - slack

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,6 +101,51 @@ def choose_sentinels(squared_distance: Array, *, xp: Any) -> tuple[Array, Array]
     return xp.where(present, position, 0), present
 
 
+class KeyGroups(NamedTuple):
+    """A block's keys that are not sentinels, by class of positions in the block modulo 128: the
+    farthest key of each class, then the others of each class.
+
+    Attributes:
+        count: float32 [..., blocks, 256], keys of the group.
+        squared: the same shape, largest squared distance to the block's mean.
+        scaled: the same shape, at least the largest squared distance with channels scaled.
+    """
+
+    count: Array
+    squared: Array
+    scaled: Array
+
+
+def key_groups(squared: Array, scaled: Array, others: Array, *, xp: Any) -> KeyGroups:
+    """Groups as the kernel's statistics have them.
+
+    Args:
+        squared, scaled: float32 [blocks, keys].
+        others: bool [blocks, keys], keys that are there and no sentinels.
+    """
+    added = -squared.shape[1] % NUM_SENTINELS
+
+    def by_class(array: Array) -> Array:
+        padded = xp.pad(array, ((0, 0), (0, added)))
+        return padded.reshape(padded.shape[0], -1, NUM_SENTINELS)
+
+    squared, scaled, others = by_class(squared), by_class(scaled), by_class(others)
+    # Sentinels take part in the choice: where the farthest is one, its group is empty.
+    rank = xp.argmax(squared, axis=1)[:, None, :]
+    farthest = xp.arange(squared.shape[1])[None, :, None] == rank
+    groups = (others & farthest, others & ~farthest)
+
+    def largest(array: Array, members: tuple[Array, ...]) -> Array:
+        parts = [xp.max(xp.where(member, array, 0.0), axis=1) for member in members]
+        return xp.concatenate(parts, axis=-1)
+
+    return KeyGroups(
+        count=xp.concatenate([xp.sum(part.astype(xp.float32), axis=1) for part in groups], axis=-1),
+        squared=largest(squared, groups),
+        scaled=largest(scaled, (others, groups[1])),
+    )
+
+
 def head_keys(
     key: Array,
     dtype: str,
@@ -156,12 +201,14 @@ def head_keys(
     inverse = 1.0 / channel_scale
     scaled_squared = _not_a_number_is_far(xp.sum(squares * (inverse * inverse), axis=-1), xp)
 
+    groups = key_groups(squared, scaled_squared, others, xp=xp)
     rows = summarize_keys(
         block_mean=mean,
         block_count=count,
-        radius_squared=xp.max(xp.where(others, squared, 0.0), axis=1),
+        group_count=groups.count,
+        distance_squared=groups.squared,
         spread_squared=xp.max(xp.where(by_block(inside), squared, 0.0), axis=1),
-        scaled_squared=xp.max(xp.where(others, scaled_squared, 0.0), axis=1),
+        scaled_squared=groups.scaled,
         channel_scale=channel_scale,
         sentinels=xp.where(present[:, None], key[position], 0.0),
         membership=membership,

@@ -22,6 +22,7 @@ from certify.bounds import (
     masked_exponents,
     row_bounds,
     scaled_reach,
+    smaller_reach,
 )
 from certify.keys import NUMPY, Backend, HeadKeys
 from certify.summary import EMPTY, Array, norm_above
@@ -57,11 +58,11 @@ class Queries(NamedTuple):
 
 
 class _HeadExponents(NamedTuple):
-    """Exponents of a head's summary rows, its logits, and where the scaled reach was smaller."""
+    """Exponents of a head's summary rows, its logits, and where channels were scaled."""
 
     sides: Exponents
     logits: Array
-    scaled: Array | None
+    scaled: Array
 
 
 @dataclass(frozen=True)
@@ -129,29 +130,27 @@ class HeadBounds:
         logits = matmul(rows.high + rows.low, xp.swapaxes(scaled, 0, 1))
         norm = norm_above(scaled, xp=xp)[None, :]
         # reach_down holds the rounding slack of reach_up, and the mean's own error beside it.
-        down = ball_reach(rows.reach_down[:, None], norm)
-        up = ball_reach(rows.reach_up[:, None], norm)
+        down = rows.reach_down[:, None] * norm
+        reach = ball_reach(rows.reach_up[:, None], rows.saved[:, None], norm, xp=xp)
         first, last = keys.num_sentinels, keys.num_sentinels + keys.num_blocks
-        smaller = None
         if family in ("scaled", "auto"):
             scaled_norm = norm_above(scaled * rows.channel_scale, xp=xp)[None, :]
-            finer = scaled_reach(rows.scaled_radius[:, None], scaled_norm, down)
-            if family == "auto":
-                smaller = finer < up
-                up = xp.where(smaller, finer, up)
-            else:
-                up = finer
+            finer = scaled_reach(
+                rows.scaled_radius[:, None], rows.scaled_saved[:, None], scaled_norm, down, xp=xp
+            )
+            reach = smaller_reach(reach, finer, xp=xp) if family == "auto" else finer
         elif family == "box":
             boxes = box_reach(keys.half_width, scaled, down[first:last], matmul=matmul, xp=xp)
-            up = xp.concatenate([up[:first], boxes, up[last:]], axis=0)
+            up = xp.concatenate([reach.up[:first], boxes, reach.up[last:]], axis=0)
+            reach = reach._replace(up=up, saving=xp.zeros_like(up))
         if seen is None and self.soft_cap is None:
-            sides = exponents(logits, rows.log2_count[:, None], up, down)
-            return _HeadExponents(sides, logits, smaller)
+            sides = exponents(logits, rows.log2_count[:, None], reach, down)
+            return _HeadExponents(sides, logits, reach.scaled)
         if seen is None:
             count = xp.broadcast_to(rows.log2_count[:, None], logits.shape)
             seen = Seen(count, count, xp.ones_like(logits, bool))
-        sides = masked_exponents(logits, up, down, seen, soft_cap=self.soft_cap, xp=xp)
-        return _HeadExponents(sides, logits, smaller)
+        sides = masked_exponents(logits, reach, down, seen, soft_cap=self.soft_cap, xp=xp)
+        return _HeadExponents(sides, logits, reach.scaled)
 
     def _grid_origin(self, logits: Array, keys: HeadKeys, seen: Seen | None) -> Array | None:
         """The largest sentinel's logit; 0 where the row sees none or where a cap bends it."""

@@ -28,6 +28,10 @@ NUM_SENTINELS = 128
 KEYS_PER_BLOCK = 1024
 """Keys whose mean is one row of the summary."""
 
+SAVING_BITS = 192.0
+"""Reach in bits at which it is evaluated what a row saves because few of its keys lie at the edge:
+near the gap from which on nothing is certified. Any number is sound."""
+
 EMPTY = -1e30
 """log2 of the count of an empty row: finite, so that no inf - inf can arise."""
 
@@ -44,6 +48,8 @@ class KeySummary(NamedTuple):
         channel_scale: [..., head_dim], powers of two s.
         scaled_radius: [..., rows]; times |q s|, and with reach_down |q|, it bounds the same from
             above.
+        saved, scaled_saved: [..., rows], bits by which the row's share is smaller than reach_up and
+            scaled_radius say, at a reach of ``SAVING_BITS`` and beyond; in proportion below.
     """
 
     high: Array
@@ -53,6 +59,8 @@ class KeySummary(NamedTuple):
     reach_down: Array
     channel_scale: Array
     scaled_radius: Array
+    saved: Array
+    scaled_saved: Array
 
 
 def norm_above(vector: Array, *, xp: Any) -> Array:
@@ -74,11 +82,33 @@ def root_above(squares: Array, length: int, *, xp: Any, scale: Array | float = 0
     return (xp.sqrt(squares) + arithmetic.norm_underflow(length) * (1.0 + scale)) * slack
 
 
+def bits_saved(distance: Array, count: Array, reach: Array, log2_count: Array, *, xp: Any) -> Array:
+    """Bits by which sum_j 2^(q0 (r_j - R)) is below the number of keys, q0 = SAVING_BITS / reach.
+
+    Args:
+        distance: [..., rows, groups], the largest r_j of each group of the row's keys; R is the
+            largest of all.
+        count: [..., rows, groups], keys of each group.
+        reach: [..., rows], at least R.
+        log2_count: [..., rows], bits, ``EMPTY`` where the row has no key.
+    """
+    present = count > 0
+    largest = xp.max(xp.where(present, distance, 0.0), axis=-1, keepdims=True)
+    nearer = present & (distance < largest)
+    reach = xp.maximum(reach, arithmetic.SMALLEST_NORMAL)[..., None]
+    bits = SAVING_BITS * (xp.where(nearer, distance - largest, 0.0) / reach)
+    effective = xp.sum(count * xp.exp2(bits), axis=-1)
+    effective = effective * (1.0 + arithmetic.dot_slack(count.shape[-1]))
+    saved = log2_count - xp.log2(xp.maximum(effective, 1.0)) - arithmetic.EVALUATION_SLACK
+    return xp.maximum(saved, 0.0)
+
+
 def summarize_keys(
     *,
     block_mean: Array,
     block_count: Array,
-    radius_squared: Array,
+    group_count: Array,
+    distance_squared: Array,
     spread_squared: Array,
     scaled_squared: Array,
     channel_scale: Array,
@@ -95,12 +125,14 @@ def summarize_keys(
     Args:
         block_mean: float32 [..., blocks, head_dim], mean of all keys of the block.
         block_count: float32 [blocks], number of keys of the block.
-        radius_squared: float32 [..., blocks], largest squared distance to ``block_mean`` among the
-            keys that are not sentinels (0 if there are none); each channel's square may be rounded
-            to bfloat16, here and below.
-        spread_squared: the same among all keys of the block.
-        scaled_squared: float32 [..., blocks], largest |(key - block_mean) / channel_scale|^2 among
-            the keys that are not sentinels.
+        group_count: float32 [..., blocks, groups], the block's keys that are not sentinels, in any
+            groups: how many are in each.
+        distance_squared: float32 [..., blocks, groups], largest squared distance to ``block_mean``
+            in the group (0 if it is empty); each channel's square may be rounded to bfloat16, here
+            and below.
+        spread_squared: float32 [..., blocks], the same among all keys of the block.
+        scaled_squared: float32 [..., blocks, groups], largest |(key - block_mean) /
+            channel_scale|^2 in the group.
         channel_scale: float32 [..., head_dim], powers of two.
         sentinels: float32 [..., sentinels, head_dim], distinct keys.
         membership: float32 [..., blocks, sentinels], 1 where the sentinel lies in the block.
@@ -118,7 +150,7 @@ def summarize_keys(
         measured = root_above(squared, head_dim, xp=xp, scale=scale)
         return measured * (1.0 + arithmetic.SQUARES_ERROR)
 
-    count = xp.broadcast_to(block_count, radius_squared.shape)
+    count = xp.broadcast_to(block_count, spread_squared.shape)
     rest = count - xp.sum(membership, axis=-1)
     occupied = rest > 0
     divisor = xp.maximum(rest, 1.0)
@@ -129,7 +161,8 @@ def summarize_keys(
     largest_key = norm(block_mean) + distance(spread_squared)
     summation = arithmetic.dot_slack(keys_per_block + num_sentinels + 8)
     mean_error = summation * 2.0 * count * largest_key / divisor + norm(mean - center)
-    radius = distance(radius_squared) + norm(block_mean - center)
+    distances = distance(distance_squared)
+    radius = xp.max(distances, axis=-1) + norm(block_mean - center)
     mean_error = xp.where(occupied, mean_error, 0.0)
     radius = xp.where(occupied, radius, 0.0)
 
@@ -149,8 +182,8 @@ def summarize_keys(
 
     inverse = 1.0 / channel_scale[..., None, :]
     largest_inverse = xp.max(inverse, axis=-1)
-    scaled = distance(scaled_squared, largest_inverse)
-    scaled = scaled + norm((block_mean - center) * inverse)
+    scaled_distances = distance(scaled_squared, largest_inverse[..., None])
+    scaled = xp.max(scaled_distances, axis=-1) + norm((block_mean - center) * inverse)
     scaled = xp.where(occupied, scaled, 0.0)
     apart = xp.where(occupied, scaled + norm((center - ball_center) * inverse), 0.0)
     ball_scaled = xp.max(apart, axis=-1, keepdims=True)
@@ -165,20 +198,32 @@ def summarize_keys(
     ball_slack = rounding(norm(ball_center), ball_radius)
     log2_rest = xp.where(occupied, xp.log2(divisor), EMPTY)
     log2_everything = xp.where(xp.sum(rest, axis=-1, keepdims=True) > 0, xp.log2(everything), EMPTY)
+    block_reach, ball_reach = radius + block_slack, ball_radius + ball_slack
+
+    def saved(distances: Array, offset: Array, reach: Array, ball_reach: Array) -> Array:
+        """Of sentinels (one key: nothing), blocks and the ball, where blocks lie ``offset`` out."""
+        largest = xp.max(distances, axis=-1, keepdims=True)
+        inward = xp.where(distances < largest, distances - largest, 0.0)
+        in_ball = (offset[..., None] + inward).reshape(*offset.shape[:-1], 1, -1)
+        ball_count = group_count.reshape(in_ball.shape)
+        blocks = bits_saved(distances, group_count, reach, log2_rest, xp=xp)
+        ball = bits_saved(in_ball, ball_count, ball_reach, log2_everything, xp=xp)
+        return xp.concatenate([xp.zeros_like(sentinel_reach), blocks, ball], axis=-1)
+
     return KeySummary(
         high=xp.concatenate([sentinels, high, ball_high], axis=-2),
         low=xp.concatenate([xp.zeros_like(sentinels), low, ball_low], axis=-2),
         log2_count=xp.concatenate(
             [xp.zeros_like(sentinel_reach), log2_rest, log2_everything], axis=-1
         ),
-        reach_up=xp.concatenate(
-            [sentinel_reach, radius + block_slack, ball_radius + ball_slack], axis=-1
-        ),
+        reach_up=xp.concatenate([sentinel_reach, block_reach, ball_reach], axis=-1),
         reach_down=xp.concatenate(
             [sentinel_reach, mean_error + block_slack, ball_error + ball_slack], axis=-1
         ),
         channel_scale=channel_scale,
         scaled_radius=xp.concatenate([xp.zeros_like(sentinel_reach), scaled, ball_scaled], axis=-1),
+        saved=saved(distances, offset, block_reach, ball_reach),
+        scaled_saved=saved(scaled_distances, apart, scaled, ball_scaled),
     )
 
 

@@ -32,6 +32,7 @@ from certify.bounds import (
     promised_bounds,
     row_bounds,
     scaled_reach,
+    smaller_reach,
 )
 from certify.summary import NUM_SENTINELS, root_above
 from certify.theorem import CERTIFICATE_FIELDS
@@ -42,8 +43,10 @@ from jax_kernels.statistics import (
     REACH_DOWN,
     REACH_UP,
     ROW_TILE,
+    SAVED,
     SCALED,
     SCALED_RADIUS,
+    SCALED_SAVED,
     Statistics,
     key_statistics,
     largest_values,
@@ -211,16 +214,20 @@ class _BoundsFromKeys:
             paired = logits[NUM_SENTINELS:rows] + logits[rows:]
             logits = jnp.concatenate([logits[:NUM_SENTINELS], paired], axis=0)
         columns = jnp.transpose(self.column_ref[0, head.index])[:rows]
-        down = ball_reach(columns[:, REACH_DOWN : REACH_DOWN + 1], query_norm)
-        up = ball_reach(columns[:, REACH_UP : REACH_UP + 1], query_norm)
-        radius = columns[:, SCALED_RADIUS : SCALED_RADIUS + 1]
-        finer = scaled_reach(radius, scaled_norm, down)
-        smaller = finer < up
-        up = jnp.where(smaller, finer, up)
+
+        def column(index: int) -> jax.Array:
+            return columns[:, index : index + 1]
+
+        down = column(REACH_DOWN) * query_norm
+        reach = smaller_reach(
+            ball_reach(column(REACH_UP), column(SAVED), query_norm, xp=jnp),
+            scaled_reach(column(SCALED_RADIUS), column(SCALED_SAVED), scaled_norm, down, xp=jnp),
+            xp=jnp,
+        )
         return row_bounds(
-            exponents(logits, columns[:, LOG2_COUNT : LOG2_COUNT + 1], up, down),
+            exponents(logits, column(LOG2_COUNT), reach, down),
             jnp.max(logits[:NUM_SENTINELS], axis=0, keepdims=True),
-            smaller,
+            reach.scaled,
             num_sentinels=NUM_SENTINELS,
             num_blocks=num_block_rows(problem),
             xp=jnp,

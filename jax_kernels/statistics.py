@@ -38,7 +38,7 @@ ROW_TILE = 16
 """Rows of a register tile of bfloat16; row groups of the summary are multiples of it."""
 
 SUMMARY_COLUMNS = 8
-LOG2_COUNT, REACH_UP, REACH_DOWN, SCALED_RADIUS = 0, 1, 2, 3
+LOG2_COUNT, REACH_UP, REACH_DOWN, SCALED_RADIUS, SAVED, SCALED_SAVED = range(6)
 
 CLASS_ROWS = 8
 LARGEST, OTHER, SCALED_LARGEST, SCALED_OTHER, RANK = range(5)
@@ -54,8 +54,8 @@ class Statistics(NamedTuple):
     Attributes:
         centers: [groups, heads, rows, head_dim] in the kernel's dtype: sentinels, then the high
             parts of [blocks | ball], then (bfloat16 only) their low parts.
-        columns: float32 [groups, heads, 8, columns]: log2 count, reaches and scaled radii of the
-            summary's rows along lanes.
+        columns: float32 [groups, heads, 8, columns]: log2 count, reaches, scaled radii and savings
+            of the summary's rows along lanes.
         weights: float32 [groups, heads, 8, head_dim]: 1 and s^2, the weights of a query's squares.
         value_max: float32 [groups, heads], max|v|; inf where a value is not finite.
     """
@@ -379,21 +379,31 @@ def key_statistics(key: jax.Array, value: jax.Array, problem: Problem) -> Statis
     in_block = winner[:, :, None, :] == jnp.arange(blocks)[:, None]
     rank = jnp.sum(jnp.where(in_block, rank, 0.0), axis=2).astype(jnp.int32)
 
-    def largest_other(every: jax.Array, others: jax.Array) -> jax.Array:
-        return jnp.max(jnp.where(in_block, others, jnp.maximum(every, 0.0)), axis=-1)
+    # Groups as in ``certify.keys.KeyGroups``.
+    there = present[:, :, None, :] & (largest >= 0)
+    starts = jnp.arange(blocks) * KEYS_PER_BLOCK
+    block_count = jnp.minimum(problem.key_length - starts, KEYS_PER_BLOCK)
+    of_class = -(-(block_count[:, None] - jnp.arange(NUM_SENTINELS)) // NUM_SENTINELS)
+    group_count = jnp.concatenate(
+        [there & ~in_block, jnp.broadcast_to(jnp.maximum(of_class - 1, 0), there.shape)], axis=-1
+    ).astype(jnp.float32)
+
+    def by_group(every: jax.Array, others: jax.Array) -> jax.Array:
+        farthest = jnp.where(in_block, 0.0, jnp.maximum(every, 0.0))
+        return jnp.concatenate([farthest, others], axis=-1)
 
     position = winner * KEYS_PER_BLOCK + rank * NUM_SENTINELS + jnp.arange(NUM_SENTINELS)
     position = jnp.where(present, position, 0).astype(jnp.int32)
     sentinels = _gather_keys(key, position.reshape(groups * heads, NUM_SENTINELS), problem)
     sentinels = sentinels.reshape(groups, heads, NUM_SENTINELS, problem.head_dim)
     sentinels = jnp.where(present[..., None], sentinels, 0.0)
-    starts = jnp.arange(blocks) * KEYS_PER_BLOCK
     summary = summarize_keys(
         block_mean=jnp.swapaxes(scan.mean, 1, 2),
-        block_count=jnp.minimum(problem.key_length - starts, KEYS_PER_BLOCK).astype(jnp.float32),
-        radius_squared=largest_other(largest, other),
+        block_count=block_count.astype(jnp.float32),
+        group_count=group_count,
+        distance_squared=by_group(largest, other),
         spread_squared=jnp.max(jnp.maximum(largest, 0.0), axis=-1),
-        scaled_squared=largest_other(scaled_largest, scaled_other),
+        scaled_squared=by_group(scaled_largest, scaled_other),
         channel_scale=scan.scale,
         sentinels=sentinels,
         membership=(in_block & present[:, :, None, :]).astype(jnp.float32),
@@ -432,7 +442,13 @@ def _pack(summary: KeySummary, value_max: jax.Array, problem: Problem) -> Statis
             log2_count,
             *(
                 aligned(part, -1, 0.0)
-                for part in (summary.reach_up, summary.reach_down, summary.scaled_radius)
+                for part in (
+                    summary.reach_up,
+                    summary.reach_down,
+                    summary.scaled_radius,
+                    summary.saved,
+                    summary.scaled_saved,
+                )
             ),
         ],
         axis=-2,

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.certify import checks_bounds, checks_call, checks_masks, checks_theorem
+from tests.certify import (
+    checks_bounds,
+    checks_call,
+    checks_masks,
+    checks_saving,
+    checks_theorem,
+)
 
 CHECKS: dict[str, Callable[[], None]] = {
     name.removeprefix("check_"): function
-    for module in (checks_theorem, checks_bounds, checks_call, checks_masks)
+    for module in (checks_theorem, checks_bounds, checks_saving, checks_call, checks_masks)
     for name, function in vars(module).items()
     if name.startswith("check_")
 }

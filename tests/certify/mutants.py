@@ -324,8 +324,8 @@ MUTANTS = [
     Mutant(
         "S by the mean alone",
         bounds.exponents,
-        "log2_count + distance_up",
-        "log2_count + distance_down",
+        "logits + (log2_count + up)",
+        "logits + (log2_count + distance_down)",
         "enclosure",
     ),
     rows(
@@ -376,8 +376,8 @@ MUTANTS = [
     Mutant(
         "sentinels keep no place in the radius, others do not either",
         keys.head_keys,
-        "radius_squared=xp.max(xp.where(others, squared, 0.0), axis=1)",
-        "radius_squared=0.0 * xp.max(squared, axis=1)",
+        "distance_squared=groups.squared",
+        "distance_squared=0.0 * groups.squared",
         "enclosure",
     ),
     Mutant(

@@ -177,8 +177,8 @@ MASK_MUTANTS = [
     Mutant(
         "scaled radius left where the mean was",
         summary.summarize_keys,
-        "scaled + norm((block_mean - center) * inverse)",
-        "scaled",
+        "axis=-1) + norm((block_mean - center) * inverse)",
+        "axis=-1)",
         "moved_center",
     ),
     Mutant(
@@ -198,8 +198,8 @@ MASK_MUTANTS = [
     Mutant(
         "scaled reach without rounding of logits",
         bounds.scaled_reach,
-        "(1.0 + arithmetic.COEFFICIENT_SLACK) + slack",
-        "(1.0 + arithmetic.COEFFICIENT_SLACK)",
+        "measured + slack",
+        "measured",
         "rounding_slack",
     ),
     Mutant(

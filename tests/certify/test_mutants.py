@@ -20,8 +20,9 @@ from tests.certify import mutants
 from tests.certify.checks import CHECKS
 from tests.certify.mutants import Mutant
 from tests.certify.mutants_masks import MASK_MUTANTS
+from tests.certify.mutants_saving import SAVING_MUTANTS
 
-MUTANTS = mutants.MUTANTS + MASK_MUTANTS
+MUTANTS = mutants.MUTANTS + MASK_MUTANTS + SAVING_MUTANTS
 
 PACKAGE = ("certify", "tests.certify.checks", "tests.certify.measures")
 
