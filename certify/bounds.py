@@ -208,7 +208,7 @@ def log_add_exp2(first: Array, second: Array, *, xp: Any) -> Array:
 def row_bounds(
     rows: Exponents,
     grid_origin: Array | None,
-    scaled: Array | None = None,
+    scaled: Array,
     *,
     num_sentinels: int,
     num_blocks: int,
@@ -242,9 +242,8 @@ def row_bounds(
     if family == "auto":
         code = xp.where(upper <= upper_ball, code, xp.zeros_like(upper) + ball_code)
         upper, lower = xp.minimum(upper, upper_ball), xp.maximum(lower, lower_ball)
-        if scaled is not None:
-            scaled_code = xp.zeros_like(upper) + code_of("scaled" + suffix)
-            code = xp.where(scaled[..., ball : ball + 1, :], scaled_code, code)
+        scaled_code = xp.zeros_like(upper) + code_of("scaled" + suffix)
+        code = xp.where(scaled[..., ball : ball + 1, :], scaled_code, code)
     origin = lower if grid_origin is None else grid_origin
     if num_sentinels:
         singles = (log_sum_exp2(side[..., :first_block, :], xp=xp) for side in rows)
