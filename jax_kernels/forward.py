@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -548,7 +549,7 @@ def _fixed_attention(
 
 
 def _every_block(problem: Problem) -> jax.Array:
-    return jnp.arange(problem.num_blocks, dtype=jnp.int32)
+    return jnp.asarray(np.arange(problem.num_blocks, dtype=np.int32))
 
 
 def _online_attention(
@@ -632,8 +633,8 @@ def failed_blocks(rows: jax.Array, problem: Problem) -> jax.Array:
     """bool [blocks of work]: some head of the block failed. Where the number of heads is odd, the
     last column block has a second half that is no head and does not count."""
     failed = rows[..., 0] == theorem.RECOMPUTED
-    group = jnp.arange(rows.shape[0])[:, None, None] % problem.query_groups
-    head = group * problem.heads_per_group + jnp.arange(problem.heads_per_group)
+    group = np.arange(rows.shape[0])[:, None, None] % problem.query_groups
+    head = group * problem.heads_per_group + np.arange(problem.heads_per_group)
     return jnp.any(failed & (head < problem.query_heads), axis=-1).reshape(-1)
 
 
@@ -648,11 +649,12 @@ def _recompute_failed(
     Heads that share a column block are redone together; a certified one among them keeps its
     verdict, since online softmax is within its bound too.
     """
-    order = jnp.argsort(jnp.logical_not(failed), stable=True).astype(jnp.int32)
-    count = jnp.sum(failed, dtype=jnp.int32)
-    return jax.lax.cond(
-        count > 0, lambda into: online(order, count, into), lambda into: into, (out, lse)
-    )
+
+    def again(into: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        order = jnp.argsort(jnp.logical_not(failed), stable=True).astype(jnp.int32)
+        return online(order, jnp.sum(failed, dtype=jnp.int32), into)
+
+    return jax.lax.cond(jnp.any(failed), again, lambda into: into, (out, lse))
 
 
 def _per_head(lse: jax.Array, problem: Problem) -> jax.Array:

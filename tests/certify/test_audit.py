@@ -149,13 +149,16 @@ def test_hostile_numbers_prove_nothing(lane: str) -> None:
     for number in HOSTILE[lane]:
         for row_sum in (math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-45):
             run = [{"verdict": math.nan, "row_sum_min": row_sum, "row_sum_max": row_sum}]
-            for verdict in (CERTIFIED, VERIFIED, RECOMPUTED, math.nan, 17.0):
+            for verdict in (CERTIFIED, VERIFIED, RECOMPUTED, math.nan):
                 run[0]["verdict"] = verdict
                 head = block(60.0, row_sums=(math.nan, math.inf), **{lane: number})
                 facts = audit_recording(recording_of(layer_of([head], run=run))).layers[0].worst[0]
                 known = lane != "num_keys" or verdict in (CERTIFIED, VERIFIED, RECOMPUTED)
                 assert facts.verdict == ("recomputed" if known else "not recorded")
                 assert facts.error == math.inf
+    for verdict in (17.0, 0.5, -1.0, math.inf):
+        with pytest.raises(ValueError, match="verdict that does not exist"):
+            layer_of([block(60.0)], run=[{"verdict": verdict}])
 
 
 def test_row_sums_at_the_edges() -> None:
