@@ -380,15 +380,15 @@ def key_statistics(key: jax.Array, value: jax.Array, problem: Problem) -> Statis
     in_block = winner[:, :, None, :] == jnp.arange(blocks)[:, None]
     rank = jnp.sum(jnp.where(in_block, rank, 0.0), axis=2).astype(jnp.int32)
 
-    # Groups as in ``certify.keys.KeyGroups``.
+    # Groups as in ``certify.keys.KeyGroups``. What no key decides is counted in numpy: a constant
+    # of the program, not one more operation on the device.
     there = present[:, :, None, :] & (largest >= 0)
     starts = np.arange(blocks) * KEYS_PER_BLOCK
-    block_count = np.minimum(problem.key_length - starts, KEYS_PER_BLOCK).astype(np.float32)
-    of_class = np.ceil((block_count[:, None] - np.arange(NUM_SENTINELS)) / NUM_SENTINELS)
-    others = np.maximum(of_class - 1, 0).astype(np.float32)
+    block_count = np.minimum(problem.key_length - starts, KEYS_PER_BLOCK)
+    of_class = -(-(block_count[:, None] - np.arange(NUM_SENTINELS)) // NUM_SENTINELS)
     group_count = jnp.concatenate(
-        [(there & ~in_block).astype(jnp.float32), jnp.broadcast_to(others, there.shape)], axis=-1
-    )
+        [there & ~in_block, jnp.broadcast_to(np.maximum(of_class - 1, 0), there.shape)], axis=-1
+    ).astype(jnp.float32)
 
     def by_group(every: jax.Array, others: jax.Array) -> jax.Array:
         farthest = jnp.where(in_block, 0.0, jnp.maximum(every, 0.0))
@@ -401,7 +401,7 @@ def key_statistics(key: jax.Array, value: jax.Array, problem: Problem) -> Statis
     sentinels = jnp.where(present[..., None], sentinels, 0.0)
     summary = summarize_keys(
         block_mean=jnp.swapaxes(scan.mean, 1, 2),
-        block_count=block_count,
+        block_count=block_count.astype(np.float32),
         group_count=group_count,
         distance_squared=by_group(largest, other),
         spread_squared=jnp.max(jnp.maximum(largest, 0.0), axis=-1),

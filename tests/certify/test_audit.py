@@ -156,9 +156,13 @@ def test_hostile_numbers_prove_nothing(lane: str) -> None:
                 known = lane != "num_keys" or verdict in (CERTIFIED, VERIFIED, RECOMPUTED)
                 assert facts.verdict == ("recomputed" if known else "not recorded")
                 assert facts.error == math.inf
-    for verdict in (17.0, 0.5, -1.0, math.inf):
-        with pytest.raises(ValueError, match="verdict that does not exist"):
-            layer_of([block(60.0)], run=[{"verdict": verdict}])
+
+
+@pytest.mark.parametrize("verdict", [17.0, 0.5, -1.0, math.inf])
+def test_verdicts_that_do_not_exist(verdict: float) -> None:
+    """A layer refuses them. Catches a verdict that is only checked where a file is read."""
+    with pytest.raises(ValueError, match="verdict that does not exist"):
+        layer_of([block(60.0)], run=[{"verdict": verdict}])
 
 
 def test_row_sums_at_the_edges() -> None:
